@@ -1,0 +1,20 @@
+"""When to try again: exponential back-off with full jitter, bounded by the caller's deadline."""
+
+from __future__ import annotations
+
+from kvstore.core.errors import KvError, Overloaded, Unavailable
+
+FIRST_DELAY_S = 0.02
+MAX_DELAY_S = 0.5
+
+
+def delay_s(attempt: int, random_u64: int, left_s: float) -> float | None:
+    """Seconds to wait before retry number `attempt` (from 1); None when `left_s` does not allow it."""
+    ceiling = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** min(attempt, 10))
+    delay = ceiling * (0.5 + (random_u64 % 1024) / 2048)
+    return delay if delay < left_s else None
+
+
+def may_retry(error: KvError, *, idempotent: bool) -> bool:
+    """Overloaded was refused before anything happened; Unavailable may have happened (rule 21)."""
+    return isinstance(error, Overloaded) or (idempotent and isinstance(error, Unavailable))

@@ -1,0 +1,84 @@
+"""KvError ⇄ gRPC status: the one table. The exact error travels in trailing metadata, the status is for others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+
+from kvstore.core import errors
+from kvstore.core.errors import KvError
+from kvstore.pb import common_pb2 as pb
+
+CODE_KEY, REASON_KEY, FAULT_KEY = "kvstore-code", "kvstore-reason", "kvstore-fault"
+_S = grpc.StatusCode
+
+STATUS: dict[type[KvError], grpc.StatusCode] = {
+    KvError: _S.INTERNAL,
+    errors.InvalidRequest: _S.INVALID_ARGUMENT,
+    errors.NameTooLong: _S.INVALID_ARGUMENT,
+    errors.TooLarge: _S.OUT_OF_RANGE,
+    errors.NotFound: _S.NOT_FOUND,
+    errors.AlreadyExists: _S.ALREADY_EXISTS,
+    errors.NotEmpty: _S.FAILED_PRECONDITION,
+    errors.NotDirectory: _S.FAILED_PRECONDITION,
+    errors.IsDirectory: _S.FAILED_PRECONDITION,
+    errors.ReadOnly: _S.FAILED_PRECONDITION,
+    errors.Stale: _S.ABORTED,
+    errors.Unavailable: _S.UNAVAILABLE,
+    errors.Overloaded: _S.RESOURCE_EXHAUSTED,
+    errors.NoSpace: _S.RESOURCE_EXHAUSTED,
+    errors.Denied: _S.PERMISSION_DENIED,
+    errors.Timeout: _S.DEADLINE_EXCEEDED,
+    errors.Corrupt: _S.DATA_LOSS,
+    errors.Unsupported: _S.UNIMPLEMENTED,
+}
+_FOREIGN: dict[grpc.StatusCode, type[KvError]] = {
+    _S.INVALID_ARGUMENT: errors.InvalidRequest,
+    _S.OUT_OF_RANGE: errors.InvalidRequest,
+    _S.NOT_FOUND: errors.NotFound,
+    _S.ALREADY_EXISTS: errors.AlreadyExists,
+    _S.UNAVAILABLE: errors.Unavailable,
+    _S.CANCELLED: errors.Unavailable,
+    _S.ABORTED: errors.Stale,
+    _S.RESOURCE_EXHAUSTED: errors.Overloaded,
+    _S.PERMISSION_DENIED: errors.Denied,
+    _S.UNAUTHENTICATED: errors.Denied,
+    _S.DEADLINE_EXCEEDED: errors.Timeout,
+    _S.DATA_LOSS: errors.Corrupt,
+    _S.UNIMPLEMENTED: errors.Unsupported,
+}
+
+
+def to_status(error: KvError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
+    """(status, details, trailing metadata) with which a server ends a call."""
+    trailing = [(CODE_KEY, str(error.code)), (REASON_KEY, error.reason)]
+    if error.fault:
+        trailing.append((FAULT_KEY, error.fault))
+    return STATUS[type(error)], error.message, tuple(trailing)
+
+
+def from_rpc_error(error: Any, endpoint: str) -> KvError:
+    """The KvError of a failed call (grpc.RpcError, sync or aio). `endpoint` is named in errors of the transport."""
+    trailing = _trailing(error.trailing_metadata() or ())
+    details = error.details() or ""
+    if CODE_KEY in trailing and trailing[CODE_KEY].isdecimal():
+        known = errors.from_wire(int(trailing[CODE_KEY]), details, trailing.get(REASON_KEY, ""))
+        known.fault = trailing.get(FAULT_KEY)
+        return known
+    kind = _FOREIGN.get(error.code(), KvError)
+    return kind(f"{endpoint}: {details or error.code().name.lower()}", fault=endpoint)
+
+
+def _trailing(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:
+    return {k: v for k, v in metadata if isinstance(v, str)}
+
+
+def error_to_pb(error: KvError | None) -> pb.Error:
+    """An error inside a batch; None is success."""
+    return pb.Error() if error is None else pb.Error(code=error.code, message=error.message, reason=error.reason)
+
+
+def error_from_pb(error: pb.Error) -> KvError | None:
+    return None if error.code == 0 else errors.from_wire(error.code, error.message, error.reason)
