@@ -1,0 +1,27 @@
+"""``kvstore node``: the daemon of a GPU node."""
+
+from __future__ import annotations
+
+import asyncio
+
+import typer
+
+from kvstore.cli.app import ConfigOption
+from kvstore.config import load, require_volumes
+from kvstore.node import main as node
+from kvstore.obs import logging as obs_logging
+
+app = typer.Typer()
+
+
+@app.command()
+def run(config: ConfigOption = None) -> None:
+    """Run this node's worker and mounts, and restart what dies.
+
+    Reads [worker], [[worker.volumes]] and [[node.mounts]] of the configuration. SIGTERM stops the mounts, then the
+    worker.
+    """
+    loaded = load(config).config
+    require_volumes(loaded)
+    obs_logging.setup("node", loaded.log.level, loaded.log.format)
+    asyncio.run(node.run(loaded, config))

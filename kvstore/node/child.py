@@ -1,0 +1,152 @@
+"""One supervised process: started, watched, started again with a growing pause, stopped in time."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kvstore.core.errors import Timeout, Unavailable
+from kvstore.node.notify import NotifySocket
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.2
+STEADY_S = 30.0
+"""A child that served this long starts over with the shortest pause."""
+STOP_TIMEOUT_S = 20.0
+"""From SIGTERM to SIGKILL: a mount waits up to 10 s for its users before it detaches."""
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class ChildSpec(NamedTuple):
+    """What to run: ``kvstore <argv>``."""
+
+    name: str
+    argv: tuple[str, ...]
+
+
+class Child:
+    """States: starting → ready → (died → pause → starting …) → stopped.
+
+    `facts` is what it said when it became ready; `restarts` counts.
+    """
+
+    def __init__(self, spec: ChildSpec, max_pause_s: float) -> None:
+        self.spec = spec
+        self.facts: Mapping[str, str] = {}
+        self.restarts = 0
+        self.exit_code: int | None = None
+        self._max_pause_s = max_pause_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._stop = asyncio.Event()
+        self._ready = asyncio.Event()
+        self._died = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def is_ready(self) -> bool:
+        return self._ready.is_set()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._supervise(), name=f"child {self.spec.name}")
+
+    async def wait_ready(self, timeout_s: float) -> Mapping[str, str]:
+        """Its facts once it serves.
+
+        Raises Unavailable when its first run ends before, Timeout when it takes too long.
+        """
+        ready, died = asyncio.create_task(self._ready.wait()), asyncio.create_task(self._died.wait())
+        _, pending = await asyncio.wait({ready, died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in pending:
+            task.cancel()
+        if self.is_ready:
+            return self.facts
+        if self._died.is_set():
+            raise Unavailable(
+                f"{self.spec.name} ended with code {self.exit_code} before it was ready; see its lines above"
+            )
+        raise Timeout(f"{self.spec.name} was not ready after {timeout_s:g} s")
+
+    async def until_ready(self) -> None:
+        await self._ready.wait()
+
+    async def stop(self) -> None:
+        """SIGTERM, a bounded wait, SIGKILL."""
+        self._stop.set()
+        if self._task is None:
+            return
+        self._signal(signal.SIGTERM)
+        done, _ = await asyncio.wait({self._task}, timeout=STOP_TIMEOUT_S)
+        if not done:
+            log.warning("%s did not stop in %g s: killed", self.spec.name, STOP_TIMEOUT_S)
+            self._signal(signal.SIGKILL)
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process and self._process.returncode is None:
+            self._process.send_signal(number)
+
+    async def _supervise(self) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            lived_s = await self._run_once()
+            if self._stop.is_set():
+                return
+            pause_s = FIRST_PAUSE_S if lived_s >= STEADY_S else pause_s
+            log.warning("%s ended with code %s; started again in %.1f s", self.spec.name, self.exit_code, pause_s)
+            if await self._stopped_within(pause_s):
+                return
+            pause_s = min(pause_s * 2, self._max_pause_s)
+            self.restarts += 1
+
+    async def _run_once(self) -> float:
+        """From start to end of one process; seconds it lived."""
+        loop = asyncio.get_running_loop()
+        notify, started = NotifySocket(self._on_ready), loop.time()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "kvstore", *self.spec.argv,
+                env={**os.environ, "NOTIFY_SOCKET": notify.address},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.stderr,  # one log stream; our own stdout is for our user
+                preexec_fn=_die_with_parent,
+                start_new_session=True,  # Ctrl-C reaches only us: we stop them in order
+            )  # fmt: skip
+            if self._stop.is_set():
+                self._signal(signal.SIGTERM)
+            self.exit_code = await self._process.wait()
+        finally:
+            notify.close()
+            self._ready.clear()
+            self._died.set()
+        return loop.time() - started
+
+    async def _stopped_within(self, pause_s: float) -> bool:
+        try:
+            await asyncio.wait_for(self._stop.wait(), pause_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def _on_ready(self, facts: Mapping[str, str]) -> None:
+        self.facts = facts
+        self._ready.set()
+        log.info("%s is ready (pid %s)", self.spec.name, self.pid)
+
+
+def _die_with_parent() -> None:
+    """A daemon that is killed must not leave children that hold locks and sockets from its successor."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,56 @@
+"""Several children, started in order and stopped in the opposite one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Mapping
+
+from kvstore.core.errors import KvError
+from kvstore.node.child import Child, ChildSpec
+
+log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Keeps its children running until `stop`; each restarts alone."""
+
+    def __init__(self, max_pause_s: float) -> None:
+        self._max_pause_s = max_pause_s
+        self.children: list[Child] = []
+
+    def launch(self, spec: ChildSpec) -> Child:
+        child = Child(spec, self._max_pause_s)
+        self.children.append(child)
+        child.start()
+        return child
+
+    async def start(self, spec: ChildSpec, timeout_s: float) -> Mapping[str, str]:
+        """Launch and wait until it serves. Raises Unavailable or Timeout."""
+        return await self.launch(spec).wait_ready(timeout_s)
+
+    async def start_patiently(self, spec: ChildSpec, timeout_s: float) -> None:
+        """Launch; a child that is not ready in time goes on trying in the background (the master may be away)."""
+        try:
+            await self.start(spec, timeout_s)
+        except KvError as error:
+            log.warning("%s; going on without waiting for it", error)
+
+    async def until_ready(self) -> None:
+        """Until each child has become ready."""
+        for child in self.children:
+            await child.until_ready()
+
+    async def stop(self) -> None:
+        for child in reversed(self.children):
+            await child.stop()
+        self.children.clear()
+
+
+def stop_event() -> asyncio.Event:
+    """Set by SIGTERM or SIGINT. Call on the loop."""
+    event, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, event.set)
+    return event
