@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-import typer
-
-from kvstore.cli.app import ConfigOption
+from kvstore.cli.app import ConfigOption, new_app
 from kvstore.config import load, require_volumes
 from kvstore.node import main as node
 from kvstore.obs import logging as obs_logging
 
-app = typer.Typer()
+app = new_app()
 
 
 @app.command()

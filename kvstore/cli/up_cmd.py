@@ -10,12 +10,13 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from kvstore.cli.app import new_app
 from kvstore.cli.output import JsonOption, console, print_json
 from kvstore.config import parse_size
 from kvstore.node import up
 from kvstore.obs import logging as obs_logging
 
-app = typer.Typer()
+app = new_app()
 
 
 @app.command()

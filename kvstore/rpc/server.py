@@ -40,7 +40,7 @@ def unary(handler: Callable[[S, Q, Caller], Awaitable[A]]) -> Callable[[S, Q, Co
     async def method(self: S, request: Q, context: Context) -> A:
         try:
             return await handler(self, request, caller_of(context))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the one guard
             await fail(context, error)
 
     return method
@@ -54,7 +54,7 @@ def streaming(handler: Callable[[S, Q, Caller], AsyncIterator[A]]) -> Callable[[
         try:
             async for item in handler(self, request, caller_of(context)):
                 yield item
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the one guard
             await fail(context, error)
 
     return method

@@ -1,0 +1,222 @@
+"""The tree of configuration: every key, its default and its kind. `check` knows what each kind allows.
+
+A field is what stands in the file (text with a unit); the property beside it is the number, with its unit in the name.
+The properties parse on each use and raise `InvalidRequest` on a tree that was never checked: read them once, at start.
+"""
+
+from __future__ import annotations
+
+import enum
+import socket
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct, field
+
+from kvstore.config.units import HostPort, parse_address, parse_duration_s, parse_mode, parse_size
+
+
+class Kind(enum.Enum):
+    """What a text stands for."""
+
+    SIZE = enum.auto()
+    POSITIVE_SIZE = enum.auto()
+    DURATION = enum.auto()
+    POSITIVE_DURATION = enum.auto()
+    ADDRESS = enum.auto()
+    OPTIONAL_ADDRESS = enum.auto()
+    OPTIONAL_HOST = enum.auto()
+    URL = enum.auto()
+    MODE = enum.auto()
+    NAME = enum.auto()
+    PATH = enum.auto()
+    REQUIRED_PATH = enum.auto()
+    SOCKET = enum.auto()
+    STORE_PATH = enum.auto()
+
+
+Size = Annotated[str, Kind.SIZE]
+PositiveSize = Annotated[str, Kind.POSITIVE_SIZE]
+Duration = Annotated[str, Kind.DURATION]
+PositiveDuration = Annotated[str, Kind.POSITIVE_DURATION]
+ListenAddress = Annotated[str, Kind.ADDRESS]
+OptionalAddress = Annotated[str, Kind.OPTIONAL_ADDRESS]
+OptionalHost = Annotated[str, Kind.OPTIONAL_HOST]
+Url = Annotated[str, Kind.URL]
+Mode = Annotated[str, Kind.MODE]
+Name = Annotated[str, Kind.NAME]
+Path = Annotated[str, Kind.PATH]
+RequiredPath = Annotated[str, Kind.REQUIRED_PATH]
+SocketPath = Annotated[str, Kind.SOCKET]
+StorePath = Annotated[str, Kind.STORE_PATH]
+AtLeastOne = Annotated[int, Meta(ge=1)]
+
+DEFAULT_URL = "kvstore://127.0.0.1:7070"
+
+
+class LogConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["text", "json"] = "text"
+
+
+class MasterConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    listen: ListenAddress = "127.0.0.1:7070"
+    http: OptionalAddress = "127.0.0.1:7071"
+    data: RequiredPath = "/var/lib/kvstore/master"
+    tick: PositiveDuration = "1s"
+    dead_ticks: AtLeastOne = 5
+    forget_after: PositiveDuration = "24h"
+    journal_records: AtLeastOne = 1_000_000
+    journal_size: PositiveSize = "1GiB"
+    free_reserve: Size = "256MiB"
+
+    @property
+    def listen_address(self) -> HostPort:
+        return parse_address(self.listen)
+
+    @property
+    def http_address(self) -> HostPort | None:
+        return _optional_address(self.http)
+
+    @property
+    def tick_s(self) -> float:
+        return parse_duration_s(self.tick)
+
+    @property
+    def forget_after_s(self) -> float:
+        return parse_duration_s(self.forget_after)
+
+    @property
+    def journal_size_bytes(self) -> int:
+        return parse_size(self.journal_size)
+
+    @property
+    def free_reserve_bytes(self) -> int:
+        return parse_size(self.free_reserve)
+
+
+class VolumeConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """One directory of one tier. ``capacity`` is the hard cap, ``free_floor`` what the disk's other users keep."""
+
+    tier: Literal["mem", "ssd", "hdd"]
+    path: RequiredPath
+    capacity: PositiveSize
+    free_floor: Size = "1GiB"
+
+    @property
+    def capacity_bytes(self) -> int:
+        return parse_size(self.capacity)
+
+    @property
+    def free_floor_bytes(self) -> int:
+        return parse_size(self.free_floor)
+
+
+class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    node_id: Name = ""
+    master: Url = DEFAULT_URL
+    listen: ListenAddress = "127.0.0.1:7080"
+    http: OptionalAddress = "127.0.0.1:7081"
+    advertise: OptionalHost = ""
+    socket: SocketPath = "/run/kvstore/worker.sock"
+    socket_mode: Mode = "0666"
+    session_grace: PositiveDuration = "60s"
+    full_report: PositiveDuration = "10m"
+    volumes: list[VolumeConfig] = field(default_factory=list)
+
+    @property
+    def effective_node_id(self) -> str:
+        """The configured node id, else the host's name."""
+        return self.node_id or socket.gethostname()
+
+    @property
+    def listen_address(self) -> HostPort:
+        return parse_address(self.listen)
+
+    @property
+    def http_address(self) -> HostPort | None:
+        return _optional_address(self.http)
+
+    @property
+    def socket_mode_bits(self) -> int:
+        return parse_mode(self.socket_mode)
+
+    @property
+    def session_grace_s(self) -> float:
+        return parse_duration_s(self.session_grace)
+
+    @property
+    def full_report_s(self) -> float:
+        return parse_duration_s(self.full_report)
+
+
+class ClientConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """What the SDK, and with it the command line, uses unless told otherwise in the call."""
+
+    master: Url = DEFAULT_URL
+    metadata_ttl: Duration = "1s"
+    timeout: PositiveDuration = "5s"
+
+    @property
+    def metadata_ttl_s(self) -> float:
+        return parse_duration_s(self.metadata_ttl)
+
+    @property
+    def timeout_s(self) -> float:
+        return parse_duration_s(self.timeout)
+
+
+class MountConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    dir: Path = ""
+    master: Url = DEFAULT_URL
+    path: StorePath = "/"
+    worker_socket: SocketPath = ""
+    http: OptionalAddress = ""
+    temp_patterns: list[str] = field(default_factory=lambda: ["*.tmp", ".tmp/*"])
+    temp_ttl: PositiveDuration = "10m"
+    direct_io: bool = False
+    read_ahead: Size = "1MiB"
+    allow_other: bool = True
+    staging_dir: Path = ""
+
+    @property
+    def http_address(self) -> HostPort | None:
+        return _optional_address(self.http)
+
+    @property
+    def temp_ttl_s(self) -> float:
+        return parse_duration_s(self.temp_ttl)
+
+    @property
+    def read_ahead_bytes(self) -> int:
+        return parse_size(self.read_ahead)
+
+
+class MountPoint(Struct, frozen=True, forbid_unknown_fields=True):
+    """One mount that the node daemon keeps: where, and which directory of the store it shows."""
+
+    dir: RequiredPath
+    path: StorePath = "/"
+
+
+class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    mounts: list[MountPoint] = field(default_factory=list)
+    control_socket: SocketPath = "/run/kvstore/node.sock"
+    backoff_max: PositiveDuration = "30s"
+
+    @property
+    def backoff_max_s(self) -> float:
+        return parse_duration_s(self.backoff_max)
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True):
+    log: LogConfig = field(default_factory=LogConfig)
+    master: MasterConfig = field(default_factory=MasterConfig)
+    worker: WorkerConfig = field(default_factory=WorkerConfig)
+    client: ClientConfig = field(default_factory=ClientConfig)
+    mount: MountConfig = field(default_factory=MountConfig)
+    node: NodeConfig = field(default_factory=NodeConfig)
+
+
+def _optional_address(text: str) -> HostPort | None:
+    """None where the text is empty: that port is off."""
+    return parse_address(text) if text else None

@@ -1,0 +1,45 @@
+"""Hooks for all tests: what nobody expects in the log fails the test."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from typing import Final
+
+import pytest
+
+
+class ErrorLog(logging.Handler):
+    """Collects records from ERROR on."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = f"{record.name}: {record.getMessage()}"
+        if record.exc_info and record.exc_info[1]:
+            line += f" ({record.exc_info[1]!r})"
+        self.lines.append(line)
+
+
+ANY: Final = (".*",)
+
+
+@pytest.fixture(autouse=True)
+def _no_unexpected_errors(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A handler that logs an error and answers all the same would pass otherwise.
+
+    ``@pytest.mark.allow_errors("pattern", …)`` lets matching lines pass, all lines when it names no pattern. It holds
+    for the set-up, the test and the tear-down of its fixtures; asyncio's "exception was never retrieved" counts too.
+    """
+    marker = request.node.get_closest_marker("allow_errors")
+    allowed = (marker.args or ANY) if marker else ()
+    handler = ErrorLog()
+    logging.getLogger().addHandler(handler)
+    yield
+    logging.getLogger().removeHandler(handler)
+    unexpected = [line for line in handler.lines if not any(re.search(pattern, line) for pattern in allowed)]
+    if unexpected:
+        pytest.fail("unexpected errors in the log:\n" + "\n".join(unexpected), pytrace=False)
