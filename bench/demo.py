@@ -191,7 +191,7 @@ def main() -> None:
         console.print("\n[bold yellow]Left out: the mounts and the LMCache engines.[/] This machine lacks:")
         for text in lacks:
             console.print(f"  - {text}")
-    console.print(KEEP)
+    console.print(KEEP, soft_wrap=True)
     ok = all(phase.result["ok"] for phase in phases)
     console.print(f"\n{'[bold green]all chunks hit, all bytes equal' if ok else '[bold red]FAILED'}[/] "
                   f"({time.monotonic() - started:.0f} s)")  # fmt: skip

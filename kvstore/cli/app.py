@@ -27,6 +27,9 @@ class Command(NamedTuple):
 
 COMMANDS: Final[Mapping[str, Command]] = {
     "up": Command("kvstore.cli.up_cmd", "Run a whole store on this box: master, workers, mount."),
+    "master": Command("kvstore.cli.master_cmd", "Run the master of a cluster."),
+    "worker": Command("kvstore.cli.worker_cmd", "Run the worker of a node: its blocks, its socket, its peers."),
+    "mount": Command("kvstore.cli.mount_cmd", "Show the store as a directory."),
     "node": Command("kvstore.cli.node_cmd", "Run a node's worker and mounts, and restart what dies."),
     "config": Command("kvstore.cli.config_cmd", "Show the configuration and where each value comes from."),
 }
