@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parent
 ACCEPTANCE = HERE.parent.parent / "shared" / "acceptance" / "lmcache_e2e.py"
 START_TIMEOUT_S = 60
 PHASE_TIMEOUT_S = 300
-console = Console(highlight=False)
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
 
 class Phase(NamedTuple):

@@ -15,7 +15,7 @@ import random
 import sys
 import time
 
-from kvstore import Client, NotFound
+from kvstore import Client, KvError, NotFound, connect
 
 PREFIX = "demo"
 
@@ -32,10 +32,16 @@ def name(index: int) -> str:
 def produce(client: Client, args: argparse.Namespace) -> dict[str, object]:
     values = [(name(i), chunk(args.seed, i, args.chunk_bytes)) for i in range(args.chunks)]
     start = time.perf_counter()
-    client.put_many(values)
+    results = client.put_many(values)
     seconds = time.perf_counter() - start
     stored = sum(client.exists_many([path for path, _ in values]))
-    return {"ok": stored == args.chunks, "stored_chunks": stored, "seconds": seconds}
+    failed = sum(isinstance(result, KvError) for result in results)
+    return {
+        "ok": stored == args.chunks and not failed,
+        "put_failed": failed,
+        "stored_chunks": stored,
+        "seconds": seconds,
+    }
 
 
 def consume(client: Client, args: argparse.Namespace) -> dict[str, object]:
@@ -75,7 +81,7 @@ def main() -> None:
     parser.add_argument("--chunk-bytes", type=int, default=14_680_064)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    with Client.connect(args.url, worker_socket=args.socket) as client:
+    with connect(args.url, worker_socket=args.socket) as client:
         result = (produce if args.role == "produce" else consume)(client, args)
     size = args.chunks * args.chunk_bytes
     facts = {"role": args.role, "pid": os.getpid(), "chunks": args.chunks, "chunk_bytes": args.chunk_bytes}

@@ -31,6 +31,9 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "worker": Command("kvstore.cli.worker_cmd", "Run the worker of a node: its blocks, its socket, its peers."),
     "mount": Command("kvstore.cli.mount_cmd", "Show the store as a directory."),
     "node": Command("kvstore.cli.node_cmd", "Run a node's worker and mounts, and restart what dies."),
+    "nodes": Command("kvstore.cli.nodes_cmd", "Look at the workers of a cluster."),
+    "fs": Command("kvstore.cli.fs_cmd", "Look at and change what is in a store."),
+    "report": Command("kvstore.cli.report_cmd", "Show a cluster's capacity, nodes, entries and hit ratio."),
     "config": Command("kvstore.cli.config_cmd", "Show the configuration and where each value comes from."),
 }
 

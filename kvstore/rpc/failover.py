@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing
 
 from kvstore.core import retry
@@ -46,6 +46,11 @@ class AsyncFailover:
         self._links = [AsyncLink(e, caller) for e in endpoints]
         self._current = 0
 
+    def introduce(self, caller: Caller) -> None:
+        """What calls from now on say of their caller."""
+        for link in self._links:
+            link.introduce(caller)
+
     async def call(self, method: Method[Q, A], request: Q, timeout_s: float) -> A:
         """Raises KvError; Unavailable only when all addresses failed until the deadline."""
         turn = _Turn(len(self._links), timeout_s)
@@ -59,11 +64,16 @@ class AsyncFailover:
                     self._current = (at + 1) % len(self._links)
             await asyncio.sleep(pause)
 
-    async def stream(self, method: Method[Q, A], request: Q, timeout_s: float) -> AsyncIterator[A]:
-        """No retry once a message arrived: the caller resumes."""
-        async with aclosing(self._links[self._current].stream(method, request, timeout_s)) as pages:  # type: ignore[type-var]
-            async for page in pages:
-                yield page
+    async def stream(self, method: Method[Q, A], request: Q, timeout_s: float) -> AsyncGenerator[A, None]:
+        """No retry, since messages may have arrived: the caller resumes, and finds the next address if this one failed."""
+        at = self._current
+        try:
+            async with aclosing(self._links[at].stream(method, request, timeout_s)) as pages:
+                async for page in pages:
+                    yield page
+        except Unavailable:
+            self._current = (at + 1) % len(self._links)
+            raise
 
     async def close(self) -> None:
         await asyncio.gather(*(link.close() for link in self._links))
@@ -77,6 +87,10 @@ class Failover:
         self._current = 0
         self._lock = threading.Lock()
 
+    def introduce(self, caller: Caller) -> None:
+        for link in self._links:
+            link.introduce(caller)
+
     def call(self, method: Method[Q, A], request: Q, timeout_s: float) -> A:
         turn = _Turn(len(self._links), timeout_s)
         while True:
@@ -89,8 +103,13 @@ class Failover:
                     self._advance(at)
             time.sleep(pause)
 
-    def stream(self, method: Method[Q, A], request: Q, timeout_s: float) -> Iterator[A]:
-        yield from self._links[self._current].stream(method, request, timeout_s)
+    def stream(self, method: Method[Q, A], request: Q, timeout_s: float) -> Generator[A, None, None]:
+        at = self._current
+        try:
+            yield from self._links[at].stream(method, request, timeout_s)
+        except Unavailable:
+            self._advance(at)
+            raise
 
     def close(self) -> None:
         for link in self._links:

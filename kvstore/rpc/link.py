@@ -6,7 +6,7 @@ nothing: `failover` does. Raw frames pass as `bytes` with no protobuf around the
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator
 from typing import Any
 
 import grpc
@@ -45,6 +45,10 @@ class AsyncLink:
     def __repr__(self) -> str:
         return f"<AsyncLink {self.endpoint}>"
 
+    def introduce(self, caller: Caller) -> None:
+        """What calls from now on say of their caller: an SDK client learns its node after its links were made."""
+        self._metadata = caller.to_metadata()
+
     async def call(self, method: Method[Q, A], request: Q, timeout_s: float) -> A:
         """One unary call. Raises KvError."""
         call = self._calls.get(method.path) or self._make(self._channel.unary_unary, method)
@@ -54,7 +58,7 @@ class AsyncLink:
             raise from_rpc_error(error, self.endpoint) from None
         return reply
 
-    async def stream(self, method: Method[Q, A], request: Q, timeout_s: float) -> AsyncIterator[A]:
+    async def stream(self, method: Method[Q, A], request: Q, timeout_s: float) -> AsyncGenerator[A, None]:
         """A call whose reply is a stream of messages."""
         call = self._calls.get(method.path) or self._make(self._channel.unary_stream, method)
         try:
@@ -63,7 +67,7 @@ class AsyncLink:
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.endpoint) from None
 
-    async def read_frames(self, request: w.ReadRequest, timeout_s: float) -> AsyncIterator[bytes]:
+    async def read_frames(self, request: w.ReadRequest, timeout_s: float) -> AsyncGenerator[bytes, None]:
         """The bytes of a block in order, in frames."""
         call: Any = self._channel.unary_stream(READ_PATH, request_serializer=w.ReadRequest.SerializeToString)
         try:
@@ -100,6 +104,10 @@ class Link:
     def __repr__(self) -> str:
         return f"<Link {self.endpoint}>"
 
+    def introduce(self, caller: Caller) -> None:
+        """See `AsyncLink.introduce`."""
+        self._metadata = caller.to_metadata()
+
     def call(self, method: Method[Q, A], request: Q, timeout_s: float) -> A:
         call = self._calls.get(method.path) or self._make(self._channel.unary_unary, method)
         try:
@@ -108,14 +116,14 @@ class Link:
             raise from_rpc_error(error, self.endpoint) from None
         return reply
 
-    def stream(self, method: Method[Q, A], request: Q, timeout_s: float) -> Iterator[A]:
+    def stream(self, method: Method[Q, A], request: Q, timeout_s: float) -> Generator[A, None, None]:
         call = self._calls.get(method.path) or self._make(self._channel.unary_stream, method)
         try:
             yield from call(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.endpoint) from None
 
-    def read_frames(self, request: w.ReadRequest, timeout_s: float) -> Iterator[bytes]:
+    def read_frames(self, request: w.ReadRequest, timeout_s: float) -> Generator[bytes, None, None]:
         call: Any = self._channel.unary_stream(READ_PATH, request_serializer=w.ReadRequest.SerializeToString)
         try:
             yield from call(request, timeout=timeout_s, metadata=self._metadata)

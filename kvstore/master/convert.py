@@ -1,0 +1,157 @@
+"""Messages ⇄ plain values, for `service`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import xxhash
+
+from kvstore.core.errors import InvalidRequest, KvError
+from kvstore.master import publish, remove, reports
+from kvstore.master.journal import Event
+from kvstore.master.master import Answer, Orders
+from kvstore.master.nodes import Beat, Node, Registration, VolumeState, WorkerCounters
+from kvstore.master.rename import Move
+from kvstore.pb import common_pb2 as c
+from kvstore.pb import master_pb2 as m
+from kvstore.rpc import entries
+from kvstore.rpc.status import error_to_pb
+
+FIRST_ID, LAST_ID = b"\0" * 16, b"\xff" * 16
+
+
+def mode_of(number: int) -> publish.Mode:
+    try:
+        return publish.Mode(number)
+    except ValueError:
+        raise InvalidRequest(f"publish mode {number} is not known here") from None
+
+
+def kind_of(number: int) -> remove.Kind:
+    try:
+        return remove.Kind(number)
+    except ValueError:
+        raise InvalidRequest(f"remove kind {number} is not known here") from None
+
+
+def transactions(messages: Iterable[m.Transaction]) -> list[publish.Transaction]:
+    return [publish.Transaction(mode_of(t.mode), [_name(n) for n in t.names], t.parents) for t in messages]
+
+
+def _name(name: m.PublishName) -> publish.Name:
+    address = entries.address_from_pb(name.address) if name.HasField("address") else None
+    return publish.Name(
+        name.path, address, name.volume, name.mode, name.uid, name.gid, name.mtime_ns, name.keep_attributes
+    )
+
+
+def transaction_result(result: list[publish.Published] | KvError) -> m.TransactionResult:
+    if isinstance(result, KvError):
+        return m.TransactionResult(error=error_to_pb(result))
+    rows = entries.encode([p.entry for p in result])
+    return m.TransactionResult(created=[p.created for p in result], entries=rows)
+
+
+def errors(results: Iterable[KvError | None]) -> list[c.Error]:
+    return [error_to_pb(error) for error in results]
+
+
+def move(name: m.RenameName) -> Move:
+    return Move(name.from_base, name.from_path, name.to_base, name.to_path, name.no_replace, name.inode)
+
+
+def event(event: Event) -> m.Event:
+    sequence, time_ns, kind, path, to_path, inode, address = event
+    message = m.Event(sequence=sequence, time_ns=time_ns, kind=kind, path=path, to_path=to_path, inode=inode)
+    if address is not None:
+        message.address.CopyFrom(entries.address_to_pb(address))
+    return message
+
+
+def volume(message: c.Volume) -> VolumeState:
+    return VolumeState(message.id, message.tier, message.capacity_bytes, message.used_bytes, message.free_bytes)
+
+
+def volume_to_pb(state: VolumeState) -> c.Volume:
+    return c.Volume(
+        id=state.id, tier=state.tier, capacity_bytes=state.capacity_bytes, used_bytes=state.used_bytes,
+        free_bytes=state.free_bytes,
+    )  # fmt: skip
+
+
+def registration(request: m.RegisterRequest) -> Registration:
+    return Registration(
+        request.node, request.boot, request.endpoint, request.http, request.bulk, request.cluster, request.sequence,
+        [volume(v) for v in request.volumes], request.version, fences(request.fences),
+    )  # fmt: skip
+
+
+def fences(messages: Iterable[m.Fence]) -> dict[int, int]:
+    return {f.boot: f.counter for f in messages}
+
+
+def beat(request: m.HeartbeatRequest) -> Beat:
+    told = WorkerCounters(*(getattr(request.counters, name) for name in WorkerCounters._fields))
+    return Beat(request.node, request.boot, [volume(v) for v in request.volumes], told, request.blocks)
+
+
+def report(request: m.ReportRequest) -> reports.Report:
+    """Raises InvalidRequest when its columns do not fit each other."""
+    held = reports.split_ids(request.held_ids)
+    if len(held) != len(request.held_volume):
+        raise InvalidRequest(f"{len(held)} held ids, but {len(request.held_volume)} volumes for them")
+    if any(at >= len(request.volumes) for at in request.held_volume):
+        raise InvalidRequest("a held id names a volume that the report does not list")
+    return reports.Report(
+        request.node, request.boot, request.number,
+        xxhash.xxh3_64_intdigest(request.SerializeToString(deterministic=True)),
+        fences(request.fences),
+        [(block, request.volumes[at]) for block, at in zip(held, request.held_volume, strict=True)],
+        reports.split_ids(request.nowhere_ids),
+        reports.split_ids(request.dead_ids),
+        _full(request.full) if request.HasField("full") else None,
+    )  # fmt: skip
+
+
+def _full(piece: m.FullPiece) -> reports.Full:
+    first, last = piece.first or FIRST_ID, piece.last or LAST_ID
+    if len(first) != reports.ID_BYTES or len(last) != reports.ID_BYTES or first > last:
+        raise InvalidRequest("a full piece goes from a block id to one that is not lower")
+    return reports.Full(piece.volume, first, last, reports.split_ids(piece.ids))
+
+
+def answer(answer: Answer, cluster: str, sequence: int) -> m.ReportReply:
+    return m.ReportReply(
+        cluster=cluster, sequence=sequence, next_report=answer.next_report, gap=answer.gap,
+        held=[_VERDICTS[v] for v in answer.held], full=[_VERDICTS[v] for v in answer.full],
+        held_policy=[0] * len(answer.held), full_policy=[0] * len(answer.full),
+        commands=commands(answer.orders),
+    )  # fmt: skip
+
+
+_VERDICTS: Mapping[reports.Verdict, m.Verdict.ValueType] = {
+    reports.Verdict.UNKNOWN: m.UNKNOWN,
+    reports.Verdict.OWNED: m.OWNED,
+    reports.Verdict.DEAD: m.DEAD,
+}
+
+
+def commands(orders: Orders) -> list[m.Command]:
+    result = []
+    if orders.register:
+        result.append(m.Command(register=m.Reregister()))
+    if orders.full_report:
+        result.append(m.Command(full_report=m.FullReport()))
+    if orders.unlink:
+        result.append(m.Command(unlink=m.Unlink(block_ids=b"".join(orders.unlink))))
+    return result
+
+
+def node(node: Node, live: bool, now_s: float) -> m.Node:
+    row, in_service = node.row, set(node.row.volumes)
+    return m.Node(
+        id=node.id, endpoint=row.endpoint, http=row.http, live=live, version=row.version, blocks=node.blocks,
+        heartbeat_age_s=-1.0 if node.heard_s is None else now_s - node.heard_s,
+        volumes=[volume_to_pb(v) for v in node.states.values() if v.id in in_service],
+        counters=m.Counters(**node.counters._asdict()),
+    )  # fmt: skip

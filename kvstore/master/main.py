@@ -1,0 +1,130 @@
+"""The master's process: wires everything, says when it is ready, and ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import signal
+from pathlib import Path
+
+import uvloop
+
+from kvstore.config import Config, HostPort, MasterConfig
+from kvstore.core.errors import KvError, Unavailable
+from kvstore.master.commit import Committer
+from kvstore.master.db import RocksDb
+from kvstore.master.master import Master, Settings
+from kvstore.master.metrics import MasterMetrics
+from kvstore.master.records import JournalLimits
+from kvstore.master.service import MasterService
+from kvstore.obs import notify
+from kvstore.obs.http import HttpServer, health_routes
+from kvstore.rpc.server import Server, serve, stop_all
+from kvstore.runtime import Runtime, SystemRuntime
+
+log = logging.getLogger(__name__)
+
+THREADS = 4
+"""One flushes; the others look at the drive's free space."""
+DATABASE_DIRECTORY = "db"
+
+
+def main(config: Config) -> None:
+    """Run until SIGTERM or SIGINT. Raises KvError when it cannot start, or had to stop because its drive failed."""
+    uvloop.run(run(config.master))
+
+
+async def run(config: MasterConfig, runtime: Runtime | None = None) -> None:
+    """The same on a running loop."""
+    runtime = runtime or SystemRuntime(THREADS, "master")
+    db = RocksDb(Path(config.data) / DATABASE_DIRECTORY)
+    try:
+        await _run(config, runtime, db)
+    finally:
+        runtime.close()
+        db.close()
+
+
+async def _run(config: MasterConfig, runtime: Runtime, db: RocksDb) -> None:
+    committer = Committer(db, runtime, lambda: shutil.disk_usage(db.path).free, config.free_reserve_bytes)
+    master = Master(db, committer, runtime, settings_of(config))
+    metrics = MasterMetrics(master)
+    tasks = [
+        asyncio.create_task(committer.run(), name="commit"),
+        asyncio.create_task(_tick(master, runtime), name="tick"),
+    ]
+    server: Server | None = None
+    http: HttpServer | None = None
+    try:
+        server = await serve(config.listen, [MasterService(master, runtime, metrics).add_to])
+        http, http_endpoint = await _serve_http(config.http_address, metrics, committer)
+        await server.set_serving(True)
+        log.info("ready: gRPC at %s, HTTP at %s, cluster %s", server.endpoint, http_endpoint, master.cluster_id)
+        notify.ready(endpoint=server.endpoint, http=http_endpoint, cluster=master.cluster_id)
+        await _until_stopped(committer, tasks)
+    finally:
+        committer.close()  # answers all who wait, before the server waits for their calls to end
+        if server is not None:
+            await server.stop()
+        if http is not None:
+            await http.close()
+        await stop_all(*tasks)
+
+
+def settings_of(config: MasterConfig) -> Settings:
+    journal = JournalLimits(config.journal_records, config.journal_size_bytes)
+    return Settings(config.tick_s, config.dead_ticks, config.forget_after_s, journal)
+
+
+async def _serve_http(
+    address: HostPort | None, metrics: MasterMetrics, committer: Committer
+) -> tuple[HttpServer | None, str]:
+    """(server, its ``host:port``); (None, "") when it is off."""
+    if address is None:
+        return None, ""
+
+    def problem() -> str | None:
+        return committer.failure.message if committer.failure else None
+
+    server = HttpServer(health_routes(metrics.metrics, problem, problem))
+    try:
+        port = await server.start(*address)
+    except OSError as error:
+        raise Unavailable(
+            f"cannot listen on {address} for HTTP: {error.strerror}; choose another with --http"
+        ) from None
+    return server, str(HostPort(address.host, port))
+
+
+async def _tick(master: Master, runtime: Runtime) -> None:
+    """A tick that comes late is one tick (rule 17): the sleep starts anew after each."""
+    while True:
+        await runtime.sleep(master.settings.tick_s)
+        try:
+            master.tick()
+        except KvError as error:
+            log.error("upkeep failed: %s", error)
+        await master.committer.pulse()
+
+
+async def _until_stopped(committer: Committer, tasks: list[asyncio.Task[None]]) -> None:
+    """Wait for a signal. Raises what ended the work instead: a failed drive, or a bug in a task."""
+    stop = stop_event()
+    waits = [asyncio.create_task(stop.wait()), asyncio.create_task(committer.failed.wait())]
+    done, _ = await asyncio.wait([*waits, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    await stop_all(*waits)
+    if committer.failure is not None:
+        raise committer.failure
+    for task in tasks:
+        if task in done:
+            task.result()
+    log.info("stopping")
+
+
+def stop_event() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT."""
+    event, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, event.set)
+    return event

@@ -1,0 +1,290 @@
+"""The master without its transport: every verb that `service` offers, on plain values.
+
+Concurrency contract. Everything here runs on one loop. A mutation reads, decides and writes with no await between
+(`_mutate`); then it waits until that is durable, whatever the outcome was: an error, too, tells what somebody else
+wrote (rules 18, 19). Plain reads wait for nothing. A full report takes several steps, each a mutation of its own; its
+node's lock keeps its reports in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Final, NamedTuple, TypeVar
+
+from kvstore.core import paths
+from kvstore.core.errors import InvalidRequest, KvError, NotDirectory, Unsupported
+from kvstore.core.limits import MAX_BATCH, MAX_BLOCK_BYTES
+from kvstore.core.types import Entry
+from kvstore.master import blocks, journal, lookup, reports, tree
+from kvstore.master.change import Change
+from kvstore.master.commit import ALWAYS, GROWS, SHRINKS, Committer
+from kvstore.master.db import Cf, Db
+from kvstore.master.mkdir import mkdir
+from kvstore.master.nodes import Beat, Node, Nodes, Registration, check_volumes
+from kvstore.master.publish import Published, Transaction, publish
+from kvstore.master.records import (
+    CLUSTER,
+    COUNTERS,
+    FORMAT,
+    META_CLUSTER,
+    META_COUNTERS,
+    META_FORMAT,
+    ClusterRow,
+    Counters,
+    JournalLimits,
+    dump,
+)
+from kvstore.master.remove import Kind, remove
+from kvstore.master.rename import Move, rename
+from kvstore.master.reports import Report, Verdict
+from kvstore.master.rows import each
+from kvstore.master.setattr import set_attributes
+from kvstore.master.upkeep import Upkeep
+from kvstore.runtime import Runtime
+
+T = TypeVar("T")
+
+LIST_PAGE: Final = 1024
+"""Names a page: a page of the longest names fits into a message four times over, and takes the loop for about 5 ms."""
+INODE_GAP: Final = 1 << 20
+"""Inode numbers skipped at every start: a power cut may take back numbers that a reader has seen (a reader waits for
+no flush), and they must not come again for other content. 2^42 starts until they run out."""
+
+
+class Settings(NamedTuple):
+    tick_s: float = 1.0
+    dead_ticks: int = 5
+    forget_after_s: float = 86_400.0
+    journal: JournalLimits = JournalLimits(1_000_000, 1 << 30)
+    max_block_bytes: int = MAX_BLOCK_BYTES
+
+
+class Orders(NamedTuple):
+    """What a worker is told with the answer to its call."""
+
+    register: bool = False
+    full_report: bool = False
+    unlink: Sequence[bytes] = ()
+
+
+class Answer(NamedTuple):
+    """To a report. `gap`: not taken."""
+
+    next_report: int
+    gap: bool = False
+    held: Sequence[Verdict] = ()
+    full: Sequence[Verdict] = ()
+    orders: Orders = Orders()
+
+
+class Master:
+    def __init__(self, db: Db, committer: Committer, runtime: Runtime, settings: Settings) -> None:
+        self.db, self.committer, self.settings = db, committer, settings
+        self._runtime = runtime
+        self.cluster_id = self._open()
+        self.nodes = Nodes(db, settings.dead_ticks, settings.max_block_bytes)
+        self._upkeep = Upkeep(self.nodes, settings.tick_s, settings.forget_after_s)
+        self._report_locks: dict[str, asyncio.Lock] = {}
+
+    # ---- names
+
+    def lookup(self, base: int, wanted: Sequence[str], node: str = "") -> list[lookup.Row]:
+        """`node`: the caller's, whose replicas count even when it is not live."""
+        _check_batch(len(wanted))
+        return lookup.lookup(self.db, self.nodes.seen_by(node), base, wanted)
+
+    async def publish(self, base: int, transactions: Sequence[Transaction]) -> list[list[Published] | KvError]:
+        _check_batch(sum(len(t.names) for t in transactions))
+        _check_batch(len(transactions))
+        return await self._mutate(lambda change: publish(change, self.nodes.cluster, base, transactions))
+
+    async def mkdir(
+        self, base: int, wanted: Sequence[str], parents: bool, mode: int, uid: int, gid: int
+    ) -> list[Entry | KvError]:
+        _check_batch(len(wanted))
+
+        def one(change: Change, path: str) -> Entry:
+            return mkdir(change, self.nodes.cluster.live, base, path, parents=parents, mode=mode, uid=uid, gid=gid)
+
+        return await self._mutate(lambda change: each(change, wanted, one))
+
+    async def remove(self, base: int, names: Sequence[tuple[str, Kind, int]]) -> list[KvError | None]:
+        """`names`: (path, kind, inode that is meant or 0)."""
+        _check_batch(len(names))
+
+        def one(change: Change, name: tuple[str, Kind, int]) -> None:
+            remove(change, self.nodes.cluster.live, base, *name)
+
+        return await self._mutate(lambda change: each(change, names, one), SHRINKS)
+
+    async def rename(self, moves: Sequence[Move]) -> list[KvError | None]:
+        _check_batch(len(moves))
+
+        def one(change: Change, move: Move) -> None:
+            rename(change, self.nodes.cluster.live, move)
+
+        return await self._mutate(lambda change: each(change, moves, one))
+
+    async def set_attributes(
+        self, base: int, path: str, mode: int | None, uid: int | None, gid: int | None, mtime_ns: int | None
+    ) -> Entry:
+        return await self._mutate(
+            lambda change: set_attributes(
+                change, self.nodes.cluster.live, base, path, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns
+            )
+        )
+
+    async def list(
+        self, base: int, path: str, after: str, limit: int, names_only: bool
+    ) -> AsyncIterator[tuple[list[str], list[Entry]]]:
+        """Pages in the order of the names' bytes, behind `after`; `limit` 0 = all. Others get the loop between
+        pages."""
+        entry = lookup.stat(self.db, self.nodes.cluster.live, base, path)
+        if not entry.is_dir:
+            raise NotDirectory(f"{path!r} is a file, not a directory")
+        at: str | None = paths.check_name(after) if after else ""
+        left = limit or None
+        while at is not None:
+            page = LIST_PAGE if left is None else min(left, LIST_PAGE)
+            live = self.nodes.cluster.live
+            names, entries, at = lookup.list_page(self.db, live, entry.inode, at, page, names_only)
+            if names:
+                yield names, entries
+            if left is not None:
+                left -= len(names)
+                if left <= 0:
+                    return
+            await asyncio.sleep(0)
+
+    def stat(self, base: int, path: str) -> Entry:
+        return lookup.stat(self.db, self.nodes.cluster.live, base, path)
+
+    def counters(self) -> Counters:
+        stored = self.db.get(Cf.META, META_COUNTERS)
+        return COUNTERS.load(stored) if stored is not None else Counters()
+
+    async def events(self, after: int, limit: int) -> tuple[Sequence[journal.Event], int]:
+        """(events, oldest sequence kept); nobody hears of what is not durable (rule 19)."""
+        found = journal.read(self.db, after, min(limit, MAX_BATCH) or MAX_BATCH)
+        await self.committer.durable()
+        return found
+
+    # ---- workers
+
+    async def register(self, new: Registration) -> Node:
+        check_volumes(new.volumes)
+        return await self._mutate(
+            lambda change: self.nodes.register(change, new, self.cluster_id, change.counters.sequence), SHRINKS
+        )
+
+    async def heartbeat(self, beat: Beat) -> Orders:
+        check_volumes(beat.volumes)
+        now_s = self._runtime.monotonic_s()
+        node = await self._mutate(lambda change: self.nodes.heartbeat(change, beat, now_s), ALWAYS)
+        return Orders(register=True) if node is None else await self._orders(node)
+
+    async def report(self, report: Report) -> Answer:
+        """Raises InvalidRequest for a malformed one. What is not from the registered start, or out of order, is not
+        taken."""
+        reports.check(report)
+        async with self._report_locks.setdefault(report.node, asyncio.Lock()):
+            node = self.nodes.registered(report.node, report.boot)
+            if node is None:
+                self._report_locks.pop(report.node, None)
+                return Answer(0, gap=True, orders=Orders(register=True))
+            again = report.number == node.row.next_report - 1 and report.digest == node.row.last_report
+            if not again and report.number != node.row.next_report:
+                return Answer(node.row.next_report, gap=True, orders=Orders(full_report=True))
+            if not again:
+                await self._take(node, report)
+            return await self._answer(node, report)
+
+    def tick(self) -> None:
+        """Once a tick: liveness, and a bounded step of upkeep. Nobody waits for it to be durable."""
+        self.nodes.tick()
+        self.committer.admit(SHRINKS)
+        change = self._change()
+        self._upkeep.step(change)
+        self.committer.write(change)
+
+    # ---- the rest
+
+    async def _take(self, node: Node, report: Report) -> None:
+        full = report.full
+        if full is not None and full.volume in node.row.volumes:
+            at = b""
+            while True:
+                at = await self._mutate(functools.partial(_merge, report, full, at), SHRINKS)
+                if not at:
+                    break
+
+        def finish(change: Change) -> None:
+            # With the fences from before this report: its dead ids lie below its own.
+            reports.apply(change, self.nodes.cluster, report, node.row.volumes)
+            self.nodes.take_report(change, node, report.number, report.digest, report.fences)
+
+        await self._mutate(finish, SHRINKS)
+
+    async def _answer(self, node: Node, report: Report) -> Answer:
+        collects = node.row.collects
+        held = reports.verdicts(self.db, [block for block, _ in report.held], collects)
+        full = reports.verdicts(self.db, report.full.ids if report.full else (), collects)
+        next_report = node.row.next_report
+        orders = await self._orders(node)
+        await self.committer.durable()
+        return Answer(next_report, False, held, full, orders)
+
+    async def _orders(self, node: Node) -> Orders:
+        if not node.row.collects:
+            return Orders()
+        ids = blocks.unlink_orders(self.db, node.row.volumes, MAX_BATCH)
+        if ids:
+            await self.committer.durable()
+        return Orders(unlink=ids)
+
+    def _change(self) -> Change:
+        return Change.begin(self.db, self._runtime.wall_ns(), self.settings.journal)
+
+    async def _mutate(self, decide: Callable[[Change], T], share: float = GROWS) -> T:
+        """One step: read, decide, write. Then wait until all that it may have seen is durable, after an error as
+        well."""
+        self.committer.admit(share)
+        try:
+            change = self._change()
+            result = decide(change)
+            self.committer.write(change)
+            return result
+        finally:
+            await self.committer.durable()
+
+    def _open(self) -> str:
+        """The cluster's id. A new database gets one, and its root; one of another format is refused."""
+        stored = self.db.get(Cf.META, META_FORMAT)
+        if stored not in (None, FORMAT):
+            raise Unsupported(
+                "the database was written by another version of kvstore: use that one, or an empty directory"
+            )
+        change = self._change()
+        if stored is None:
+            change.put(Cf.META, META_FORMAT, FORMAT)
+            cluster = f"{self._runtime.random_u64():016x}{self._runtime.random_u64():016x}"
+            change.put(Cf.META, META_CLUSTER, dump(ClusterRow(cluster)))
+            tree.make_root(change)
+        else:
+            cluster = CLUSTER.load(self.db.get(Cf.META, META_CLUSTER) or b"").id
+        change.counters.next_inode += INODE_GAP
+        self.db.write(change.ops())
+        self.db.flush()
+        self.committer.start_at(change.counters.sequence)
+        return cluster
+
+
+def _merge(report: Report, full: reports.Full, at: bytes, change: Change) -> bytes:
+    return reports.merge_step(change, report, full, at)
+
+
+def _check_batch(count: int) -> None:
+    if count > MAX_BATCH:
+        raise InvalidRequest(f"{count} rows are too many for one request; at most {MAX_BATCH}")

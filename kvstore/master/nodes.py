@@ -1,0 +1,311 @@
+"""Which workers there are, where, what they have in service, and whether they live (rules 4, 15, 16, 17)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvstore.core.errors import AlreadyExists, Denied, InvalidRequest
+from kvstore.core.types import TIERS, U63_MAX, Replica
+from kvstore.master import journal
+from kvstore.master.change import Change
+from kvstore.master.cluster import Cluster
+from kvstore.master.db import Cf, Reader
+from kvstore.master.records import NODE, VOLUME, NodeRow, VolumeRow, dump, pack_u64, unpack_u64
+
+log = logging.getLogger(__name__)
+
+MAX_NODES = 10_000
+MAX_VOLUMES_PER_NODE = 256
+MAX_FENCES = 1024
+"""Boots that one worker may still have unpublished blocks of."""
+MAX_TEXT = 255
+"""Characters of a node id or an endpoint."""
+
+
+class VolumeState(NamedTuple):
+    id: int
+    tier: str
+    capacity_bytes: int
+    used_bytes: int
+    free_bytes: int
+
+
+class WorkerCounters(NamedTuple):
+    hits: int = 0
+    misses: int = 0
+    fetches: int = 0
+    evictions: int = 0
+    evicted_bytes: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    corruptions: int = 0
+
+
+class Registration(NamedTuple):
+    node: str
+    boot: int
+    endpoint: str
+    http: str
+    bulk: str
+    cluster: str
+    """"" = belongs to none yet."""
+    sequence: int
+    """The highest durable one that it has seen."""
+    volumes: Sequence[VolumeState]
+    version: str
+    fences: Mapping[int, int]
+
+
+class Beat(NamedTuple):
+    node: str
+    boot: int
+    volumes: Sequence[VolumeState]
+    counters: WorkerCounters
+    blocks: int
+
+
+class Node:
+    """A known worker.
+
+    `row`     what is stored;  `missed`  ticks since its last heartbeat (or since this master started);
+    `heard_s` monotonic time of its last heartbeat, None before the first one;
+    `states`  its volumes as it told them last;  `counters`, `blocks`  likewise.
+    """
+
+    def __init__(self, id: str, row: NodeRow) -> None:
+        self.id = id
+        self.row = row
+        self.missed = 0
+        self.heard_s: float | None = None
+        self.states: dict[int, VolumeState] = {}
+        self.counters = WorkerCounters()
+        self.blocks = 0
+
+    def __repr__(self) -> str:
+        return f"<Node {self.id} at {self.row.endpoint}, missed {self.missed}>"
+
+
+class Nodes:
+    """All of them, in memory (there are few) and in the database.
+
+    The methods that take a `Change` check first, then change memory and the change alike: the change is written in
+    the same step of the loop, and if that fails the process ends.
+    """
+
+    def __init__(self, reader: Reader, dead_ticks: int, max_block_bytes: int) -> None:
+        self.dead_ticks = dead_ticks
+        self._max_block_bytes = max_block_bytes
+        self.volumes = {unpack_u64(k): VOLUME.load(v) for k, v in _all(reader, Cf.VOLUMES)}
+        self._nodes = {k.decode(): Node(k.decode(), NODE.load(v)) for k, v in _all(reader, Cf.NODES)}
+        self.cluster = self._view()
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self._nodes.values())
+
+    def get(self, node: str) -> Node | None:
+        return self._nodes.get(node)
+
+    def live(self, node: Node) -> bool:
+        return node.missed < self.dead_ticks
+
+    def registered(self, node: str, boot: int) -> Node | None:
+        """The node if this start of it is the registered one."""
+        known = self._nodes.get(node)
+        return known if known is not None and known.row.boot == boot else None
+
+    def seen_by(self, node: str) -> Mapping[int, Replica]:
+        """Live volumes as a caller on `node` counts them: its own node's count even when that is not live (rule 14)."""
+        own = self._nodes.get(node)
+        if own is None or self.live(own):
+            return self.cluster.live
+        return {**self.cluster.live, **self._replicas(own)}
+
+    def space(self) -> tuple[int, int, int]:
+        """(capacity, used, free) bytes of all live volumes."""
+        live = self.cluster.live
+        states = [v for node in self._nodes.values() for v in node.states.values() if v.id in live]
+        return (
+            sum(v.capacity_bytes for v in states),
+            sum(v.used_bytes for v in states),
+            sum(v.free_bytes for v in states),
+        )
+
+    def register(self, change: Change, new: Registration, cluster_id: str, sequence: int) -> Node:
+        """Raises InvalidRequest, Denied for a worker of another cluster, AlreadyExists for ids that live elsewhere."""
+        _check(new)
+        if new.cluster and new.cluster != cluster_id:
+            raise Denied(
+                f"worker {new.node} belongs to cluster {new.cluster}, this master to {cluster_id}: "
+                "point it at its own master, or empty its volumes"
+            )
+        self._check_addresses(new)
+        self._supersede(change, new)
+        old = self._nodes.get(new.node)
+        if old is None and len(self._nodes) >= MAX_NODES:
+            raise InvalidRequest(f"there are {MAX_NODES} nodes already; remove old ones first")
+        node = Node(new.node, self._registered_row(old, new, sequence))
+        node.states = {v.id: v for v in new.volumes}
+        self._nodes[new.node] = node
+        for volume in new.volumes:
+            self.put_volume(change, volume.id, VolumeRow(new.node, volume.tier))
+        self.put(change, node, node.row)
+        journal.append(change, "node", 0, new.node, 0)
+        return node
+
+    def heartbeat(self, change: Change, beat: Beat, now_s: float) -> Node | None:
+        """Note that a worker lives and what it has in service. None: it must register (again)."""
+        node = self.registered(beat.node, beat.boot)
+        ids = [v.id for v in beat.volumes]
+        if node is None or not set(ids) <= set(node.row.volumes):
+            return None
+        was_live = self.live(node)
+        node.missed, node.heard_s = 0, now_s
+        node.states = {v.id: v for v in beat.volumes}
+        node.counters, node.blocks = beat.counters, beat.blocks
+        if set(ids) != set(node.row.volumes):
+            log.warning("node %s: volumes out of service: %s", node.id, _hex(set(node.row.volumes) - set(ids)))
+            self.put(change, node, msgspec.structs.replace(node.row, volumes=ids))
+        elif not was_live:
+            log.info("node %s lives again", node.id)
+            self.cluster = self._view()
+        return node
+
+    def take_report(self, change: Change, node: Node, number: int, digest: int, fences: Mapping[int, int]) -> None:
+        """Number and fences of a report, committed with its effect."""
+        own = {node.row.boot: 0}  # the start that speaks is not over, even if it forgets to say so
+        merged = self._merge_fences(node.id, node.row, own | dict(fences))
+        row = msgspec.structs.replace(node.row, next_report=number + 1, last_report=digest, fences=merged)
+        self.put(change, node, row)
+
+    def tick(self) -> None:
+        """One tick of the master's clock, late or not (rule 17)."""
+        died = []
+        for node in self._nodes.values():
+            node.missed += 1
+            if node.missed == self.dead_ticks:
+                died.append(node.id)
+        if died:
+            log.warning("no heartbeat for %d ticks: %s", self.dead_ticks, ", ".join(died))
+            self.cluster = self._view()
+
+    def put(self, change: Change, node: Node, row: NodeRow) -> None:
+        node.row = row
+        change.put(Cf.NODES, node.id.encode(), dump(row))
+        self.cluster = self._view()
+
+    def put_volume(self, change: Change, volume: int, row: VolumeRow) -> None:
+        if self.volumes.get(volume) != row:
+            self.volumes[volume] = row
+            change.put(Cf.VOLUMES, pack_u64(volume), dump(row))
+
+    def drop_volume(self, change: Change, volume: int) -> None:
+        del self.volumes[volume]
+        change.delete(Cf.VOLUMES, pack_u64(volume))
+        self.cluster = self._view()
+
+    def drop(self, change: Change, node: Node) -> None:
+        del self._nodes[node.id]
+        change.delete(Cf.NODES, node.id.encode())
+        journal.append(change, "node", 0, node.id, 0)
+        self.cluster = self._view()
+
+    def _check_addresses(self, new: Registration) -> None:
+        known = self._nodes.get(new.node)
+        if known is not None and self.live(known) and known.row.endpoint != new.endpoint:
+            raise AlreadyExists(
+                f"node {new.node} lives at {known.row.endpoint}: give this worker another id, or stop the other one"
+            )
+        for volume in new.volumes:
+            replica = self.cluster.live.get(volume.id)
+            if replica is not None and replica.endpoint != new.endpoint:
+                raise AlreadyExists(
+                    f"volume {volume.id:016x} lives on node {replica.node} at {replica.endpoint}: "
+                    "was its directory copied? Empty the copy"
+                )
+
+    def _supersede(self, change: Change, new: Registration) -> None:
+        """The same address under another node id: who was there is gone. A volume is in service on one node."""
+        ids = {v.id for v in new.volumes}
+        for node in self._nodes.values():
+            if node.id == new.node:
+                continue
+            if node.row.endpoint == new.endpoint:
+                node.missed = max(node.missed, self.dead_ticks)
+            if ids & set(node.row.volumes):
+                rest = [v for v in node.row.volumes if v not in ids]
+                self.put(change, node, msgspec.structs.replace(node.row, volumes=rest))
+
+    def _registered_row(self, old: Node | None, new: Registration, sequence: int) -> NodeRow:
+        ahead = new.sequence > sequence
+        if ahead:
+            log.error(
+                "worker %s has seen sequence %d, this database ends at %d: rolled back? Nothing of it is collected",
+                new.node, new.sequence, sequence,
+            )  # fmt: skip
+        fences = dict(new.fences)
+        fences.setdefault(new.boot, 0)
+        return NodeRow(
+            new.endpoint, new.http, new.bulk, new.version, new.boot,
+            next_report=old.row.next_report if old else 1,
+            last_report=old.row.last_report if old else 0,
+            fences=self._merge_fences(new.node, old.row if old else None, fences),
+            volumes=[v.id for v in new.volumes],
+            # A worker whose operator accepted the rollback comes with 0.
+            collects=not ahead and (old is None or old.row.collects or new.sequence == 0),
+        )  # fmt: skip
+
+    def _merge_fences(self, node: str, row: NodeRow | None, told: Mapping[int, int]) -> dict[int, int]:
+        """Fences only rise; a boot that is not told is over; one of another node is none of this one's."""
+        old = row.fences if row is not None else {}
+        boots = self.cluster.boots
+        return {b: max(c, old.get(b, 0)) for b, c in told.items() if boots.get(b, node) == node}
+
+    def _replicas(self, node: Node) -> dict[int, Replica]:
+        return {v: Replica(v, self.volumes[v].tier, node.id, node.row.endpoint) for v in node.row.volumes}
+
+    def _view(self) -> Cluster:
+        live: dict[int, Replica] = {}
+        fences: dict[int, int] = {}
+        boots: dict[int, str] = {}
+        for node in self._nodes.values():
+            if self.live(node):
+                live.update(self._replicas(node))
+            fences.update(node.row.fences)
+            boots.update(dict.fromkeys(node.row.fences, node.id))
+        homes = {v: row.node for v, row in self.volumes.items()}
+        return Cluster(live, homes, fences, boots, self._max_block_bytes)
+
+
+def _all(reader: Reader, cf: Cf) -> list[tuple[bytes, bytes]]:
+    return reader.scan(cf, b"", None, MAX_NODES * MAX_VOLUMES_PER_NODE)
+
+
+def _check(new: Registration) -> None:
+    for what, text in (("node id", new.node), ("endpoint", new.endpoint)):
+        if not text or len(text) > MAX_TEXT or not text.isprintable():
+            raise InvalidRequest(f"{text!r} is not a {what}: 1 to {MAX_TEXT} printable characters")
+    if not new.boot:
+        raise InvalidRequest("a boot of 0 is not random")
+    check_volumes(new.volumes)
+    if len(new.fences) > MAX_FENCES:
+        raise InvalidRequest(f"{len(new.fences)} fences are too many; at most {MAX_FENCES}")
+
+
+def check_volumes(volumes: Sequence[VolumeState]) -> None:
+    if len(volumes) > MAX_VOLUMES_PER_NODE:
+        raise InvalidRequest(f"{len(volumes)} volumes are too many; at most {MAX_VOLUMES_PER_NODE}")
+    if len({v.id for v in volumes}) != len(volumes):
+        raise InvalidRequest("a volume is listed twice")
+    for volume in volumes:
+        if not volume.id or volume.tier not in TIERS:
+            raise InvalidRequest(f"volume {volume.id:016x} of tier {volume.tier!r}: tiers are {', '.join(TIERS)}")
+        if max(volume.capacity_bytes, volume.used_bytes, volume.free_bytes) > U63_MAX:
+            raise InvalidRequest(f"volume {volume.id:016x}: sizes are out of range")
+
+
+def _hex(volumes: Iterable[int]) -> str:
+    return ", ".join(f"{v:016x}" for v in sorted(volumes))
