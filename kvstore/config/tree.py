@@ -173,6 +173,7 @@ class MountConfig(Struct, frozen=True, forbid_unknown_fields=True):
     http: OptionalAddress = ""
     temp_patterns: list[str] = field(default_factory=lambda: ["*.tmp", ".tmp/*"])
     temp_ttl: PositiveDuration = "10m"
+    stale_max: Duration = "60s"
     direct_io: bool = False
     read_ahead: Size = "1MiB"
     allow_other: bool = True
@@ -185,6 +186,11 @@ class MountConfig(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def temp_ttl_s(self) -> float:
         return parse_duration_s(self.temp_ttl)
+
+    @property
+    def stale_max_s(self) -> float:
+        """How long past its time to live an entry of a file may serve while the master is away (rule 27)."""
+        return parse_duration_s(self.stale_max)
 
     @property
     def read_ahead_bytes(self) -> int:

@@ -31,7 +31,7 @@ def hash_block(data: bytes | bytearray | memoryview) -> int:
 
 
 class BlockHasher:
-    """The same hash for bytes that come in order and in any portions; `digest` may be asked once, at the end."""
+    """The same hash for bytes that come in order and in any portions; `digest` is of those so far."""
 
     def __init__(self) -> None:
         self._pieces: list[int] = []
@@ -51,9 +51,8 @@ class BlockHasher:
                 self._close_piece()
 
     def digest(self) -> int:
-        if self._in_piece:
-            self._close_piece()
-        return combine(self._pieces, self.length_bytes)
+        last = [self._piece.intdigest()] if self._in_piece else []
+        return combine([*self._pieces, *last], self.length_bytes)
 
     def _close_piece(self) -> None:
         self._pieces.append(self._piece.intdigest())

@@ -65,7 +65,7 @@ class AsyncFailover:
             await asyncio.sleep(pause)
 
     async def stream(self, method: Method[Q, A], request: Q, timeout_s: float) -> AsyncGenerator[A, None]:
-        """No retry, since messages may have arrived: the caller resumes, and finds the next address if this one failed."""
+        """No retry, since messages may have arrived: the caller resumes, at the next address if this one failed."""
         at = self._current
         try:
             async with aclosing(self._links[at].stream(method, request, timeout_s)) as pages:

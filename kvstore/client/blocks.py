@@ -1,0 +1,368 @@
+"""Blocks as files, for asyncio: what the SDK and the mount see, whether a local worker hands out its fds or a remote
+one gets frames.
+
+`AsyncBlocks` is the view. `AsyncLocalBlocks`: the worker's own files, no byte passes through a socket.
+`AsyncRemoteBlocks`: staging in files without a name, frames to a worker that placement picks. `AsyncEitherBlocks`:
+the local worker while it answers, else a remote one.
+
+Who owns fds: a `Staging` owns its fd, and `seal` and `abort` close it; the fd that `open` returns is the caller's.
+Every method takes `timeout_s`, the deadline of the whole call (default by size, see `core.limits`), and raises KvError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Protocol, TypeVar
+
+from kvstore.client import files, sockets
+from kvstore.client.breaker import Breakers, blames
+from kvstore.client.deadline import Deadline
+from kvstore.client.local import AsyncLocalWorker
+from kvstore.client.remote import AsyncRemote
+from kvstore.client.sockets import SealedBlock
+from kvstore.client.staging import Loaded, Staging, Wish, block_of, empty_fd
+from kvstore.core.errors import Denied, InvalidRequest, KvError
+from kvstore.core.hashing import hash_block
+from kvstore.core.limits import MAX_FDS_PER_MESSAGE, METADATA_TIMEOUT_S, fetch_timeout_s, store_timeout_s
+from kvstore.core.types import Entry
+from kvstore.runtime import P, Runtime
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+INLINE_BYTES = 64 * 1024
+"""Reads and writes up to here are done on the loop: in the page cache they take less time than a hop to a thread."""
+ABANDON_TIMEOUT_S = 1.0
+MAX_STREAMS = 4
+"""Blocks that one call takes from, or sends to, remote workers at the same time: two fill the loop's core (field
+notes).
+"""
+
+
+class AsyncBlocks(Protocol):
+    """Blocks of the store as files."""
+
+    @property
+    def node(self) -> str:
+        """Node of the local worker, "" without one."""
+
+    async def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
+        """A new file to write to through `Staging.fd`, with room for `size_hint` bytes. Raises NoSpace."""
+
+    async def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
+        """Room for `size_bytes` in all; to be asked before writing beyond what was reserved. Raises NoSpace."""
+
+    async def seal(
+        self,
+        staging: Staging,
+        size_bytes: int,
+        *,
+        hash: int | None = None,
+        mtime_ns: int | None = None,
+        timeout_s: float | None = None,
+    ) -> SealedBlock:
+        """Make it a block, ready for Publish; closes `staging.fd`. `hash` was taken when it had this size and mtime.
+
+        An empty file cannot be sealed (InvalidRequest): an empty value has no block.
+        """
+
+    async def seal_copy(self, staging: Staging, *, timeout_s: float | None = None) -> SealedBlock:
+        """Make a block of what it holds now; the staging file stays and may be written on."""
+
+    async def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        """Throw it away; closes `staging.fd`."""
+
+    async def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
+        """A read-only fd of the whole, verified block (of an empty file for an entry without one)."""
+
+    async def touch(self, entries: Sequence[Entry], *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        """Tell the worker that blocks were used again through fds it gave earlier, in this order."""
+
+    async def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock:
+        """stage, write, seal."""
+
+    async def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
+        """Read whole blocks, each into its view, or as bytes. An error stands in the place of its block."""
+
+
+class AsyncLocalBlocks:
+    """Over the local worker."""
+
+    def __init__(self, worker: AsyncLocalWorker, runtime: Runtime) -> None:
+        self._worker, self._runtime = worker, runtime
+
+    @property
+    def node(self) -> str:
+        return self._worker.hello.node if self._worker.hello else ""
+
+    async def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
+        staged = await self._worker.stage(size_hint, timeout_s=timeout_s)
+        return Staging(self, staged.fd, handle=staged.staging)
+
+    async def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
+        await self._worker.reserve(staging.handle, size_bytes, timeout_s=timeout_s)
+
+    async def seal(
+        self,
+        staging: Staging,
+        size_bytes: int,
+        *,
+        hash: int | None = None,
+        mtime_ns: int | None = None,
+        timeout_s: float | None = None,
+    ) -> SealedBlock:
+        staging.close()
+        return await self._worker.seal(staging.handle, size_bytes, hash=hash, mtime_ns=mtime_ns, timeout_s=timeout_s)
+
+    async def seal_copy(self, staging: Staging, *, timeout_s: float | None = None) -> SealedBlock:
+        size = files.size_of(staging.fd)
+        return await self._worker.seal_copy(staging.handle, size_bytes=size, timeout_s=timeout_s)
+
+    async def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        staging.close()
+        await self._worker.abort(staging.handle, timeout_s=timeout_s)
+
+    async def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
+        if entry.address is None:
+            return empty_fd()
+        (fd,) = await self._worker.open([(entry.address, entry.replicas)], timeout_s=timeout_s)
+        if isinstance(fd, KvError):
+            raise fd
+        return fd
+
+    async def touch(self, entries: Sequence[Entry], *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        await self._worker.touch([e.address for e in entries if e.address], timeout_s=timeout_s)
+
+    async def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock:
+        deadline = Deadline.of(timeout_s, store_timeout_s(len(view)))
+        staging = await self.stage(len(view), timeout_s=deadline.left_s)
+        try:
+            await self._write(staging, view)
+            return await self.seal(staging, len(view), timeout_s=deadline.left_s)
+        except BaseException:
+            await abandon(self, staging)
+            raise
+
+    async def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
+        deadline = Deadline.of(timeout_s, fetch_timeout_s(sum(w.entry.length_bytes for w in wishes)))
+        loaded: list[Loaded] = []
+        for part in in_parts(wishes):
+            loaded += await self._load_part(part, deadline)
+        return loaded
+
+    async def _load_part(self, wishes: Sequence[Wish], deadline: Deadline) -> list[Loaded]:
+        wanted = [(block_of(w.entry), w.entry.replicas) for w in wishes]
+        fds = await self._worker.open(wanted, timeout_s=deadline.left_s)
+        try:
+            return await asyncio.gather(*(self._read(fds, i, wish) for i, wish in enumerate(wishes)))
+        finally:  # those that a cancelled caller left untouched
+            sockets.close_all(fd for fd in fds if isinstance(fd, int) and fd >= 0)
+
+    async def _write(self, staging: Staging, view: memoryview) -> None:
+        if len(view) <= INLINE_BYTES:
+            files.write_all(staging.fd, view)
+        else:
+            await self._to_its_end(files.write_and_close, staging.release(), view)
+
+    async def _read(self, fds: sockets.Opened, index: int, wish: Wish) -> Loaded:
+        fd = fds[index]
+        if isinstance(fd, KvError):
+            return fd
+        fds[index] = -1
+        if wish.entry.length_bytes <= INLINE_BYTES:
+            return files.load_and_close(fd, wish.entry.length_bytes, wish.view)
+        return await self._to_its_end(files.load_and_close, fd, wish.entry.length_bytes, wish.view)
+
+    async def _to_its_end(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """In a thread that closes the fd itself, caller or not: a number closed under a thread may be another file by
+        then.
+        """
+        return await asyncio.shield(asyncio.ensure_future(self._runtime.in_thread(function, *args, **kwargs)))
+
+
+class AsyncRemoteBlocks:
+    """Without a local worker. Staging: files without a name in `directory` (None: the system's temporary one)."""
+
+    node = ""
+
+    def __init__(self, remote: AsyncRemote, runtime: Runtime, directory: str | None = None) -> None:
+        self._remote, self._runtime, self._directory = remote, runtime, directory
+        self._streams = asyncio.Semaphore(MAX_STREAMS)
+
+    async def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
+        kept = files.scratch_fd(self._directory)
+        try:
+            return Staging(self, files.reopened(kept, os.O_RDWR), kept_fd=kept)
+        except BaseException:
+            os.close(kept)
+            raise
+
+    async def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
+        """Nothing to do: the directory's file system says NoSpace by itself, the worker at the seal."""
+
+    async def seal(
+        self,
+        staging: Staging,
+        size_bytes: int,
+        *,
+        hash: int | None = None,
+        mtime_ns: int | None = None,
+        timeout_s: float | None = None,
+    ) -> SealedBlock:
+        staging.close()
+        sealed = await self._send(staging, size_bytes, hash, mtime_ns, timeout_s)
+        staging.drop()
+        return sealed
+
+    async def seal_copy(self, staging: Staging, *, timeout_s: float | None = None) -> SealedBlock:
+        return await self._send(staging, files.size_of(staging.kept_fd), None, None, timeout_s)
+
+    async def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        staging.drop()
+
+    async def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
+        """Fetches the whole block into a file without a name."""
+        if entry.address is None:
+            return empty_fd()
+        deadline = Deadline.of(timeout_s, fetch_timeout_s(entry.length_bytes))
+        fd = files.scratch_fd(self._directory)
+        try:
+            async with self._streams:
+                view = memoryview(bytearray(entry.length_bytes))
+                await self._remote.load(entry.address, entry.replicas, view, timeout_s=deadline.left_s)
+            await self._runtime.in_thread(files.write_all, fd, view)
+            return files.reopened(fd, os.O_RDONLY)
+        finally:
+            os.close(fd)
+
+    async def touch(self, entries: Sequence[Entry], *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        """Nothing to do: workers see the reads themselves."""
+
+    async def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock:
+        deadline = Deadline.of(timeout_s, store_timeout_s(len(view)))
+        digest = await self._hash(view)
+        async with self._streams:
+            return await self._remote.store(len(view), digest, lambda: files.frames_of(view), timeout_s=deadline.left_s)
+
+    async def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
+        deadline = Deadline.of(timeout_s, fetch_timeout_s(sum(w.entry.length_bytes for w in wishes)))
+        return await asyncio.gather(*(self._load(w, deadline) for w in wishes))
+
+    async def _load(self, wish: Wish, deadline: Deadline) -> Loaded:
+        address, view = block_of(wish.entry), wish.view
+        target = memoryview(bytearray(address.length_bytes)) if view is None else view
+        try:
+            async with self._streams:
+                await self._remote.load(address, wish.entry.replicas, target, timeout_s=deadline.left_s)
+        except KvError as error:
+            return error
+        return bytes(target) if view is None else b""
+
+    async def _send(
+        self, staging: Staging, size_bytes: int, digest: int | None, mtime_ns: int | None, timeout_s: float | None
+    ) -> SealedBlock:
+        deadline = Deadline.of(timeout_s, store_timeout_s(size_bytes))
+        fd = sealable(staging, size_bytes)
+        if digest is None or os.fstat(fd).st_mtime_ns != mtime_ns:
+            digest = await self._runtime.in_thread(files.hash_fd, fd, size_bytes)
+        sum_, frames = digest, lambda: files.frames_of_fd(fd, size_bytes)
+        async with self._streams:
+            return await self._remote.store(size_bytes, sum_, frames, timeout_s=deadline.left_s)
+
+    async def _hash(self, view: memoryview) -> int:
+        return hash_block(view) if len(view) <= INLINE_BYTES else await self._runtime.in_thread(hash_block, view)
+
+
+class AsyncEitherBlocks:
+    """The local worker while it answers, else remote ones. Staging is sealed where it was made."""
+
+    def __init__(self, local: AsyncLocalBlocks, remote: AsyncRemoteBlocks, path: str, breakers: Breakers) -> None:
+        self._local, self._remote, self._path, self._breakers = local, remote, path, breakers
+
+    @property
+    def node(self) -> str:
+        return self._local.node
+
+    async def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
+        left = Deadline.of(timeout_s, store_timeout_s(0))
+        return await self._first(lambda b: b.stage(size_hint, timeout_s=left.left_s), left)
+
+    async def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
+        await self._owner(staging).reserve(staging, size_bytes, timeout_s=timeout_s)
+
+    async def seal(
+        self,
+        staging: Staging,
+        size_bytes: int,
+        *,
+        hash: int | None = None,
+        mtime_ns: int | None = None,
+        timeout_s: float | None = None,
+    ) -> SealedBlock:
+        owner = self._owner(staging)
+        return await owner.seal(staging, size_bytes, hash=hash, mtime_ns=mtime_ns, timeout_s=timeout_s)
+
+    async def seal_copy(self, staging: Staging, *, timeout_s: float | None = None) -> SealedBlock:
+        return await self._owner(staging).seal_copy(staging, timeout_s=timeout_s)
+
+    async def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        await self._owner(staging).abort(staging, timeout_s=timeout_s)
+
+    async def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
+        left = Deadline.of(timeout_s, fetch_timeout_s(entry.length_bytes))
+        return await self._first(lambda b: b.open(entry, timeout_s=left.left_s), left)
+
+    async def touch(self, entries: Sequence[Entry], *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        left = Deadline(timeout_s)
+        await self._first(lambda b: b.touch(entries, timeout_s=left.left_s), left)
+
+    async def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock:
+        left = Deadline.of(timeout_s, store_timeout_s(len(view)))
+        return await self._first(lambda b: b.store(view, timeout_s=left.left_s), left)
+
+    async def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
+        left = Deadline.of(timeout_s, fetch_timeout_s(sum(w.entry.length_bytes for w in wishes)))
+        return await self._first(lambda b: b.load(wishes, timeout_s=left.left_s), left)
+
+    async def _first(self, use: Callable[[AsyncBlocks], Awaitable[T]], deadline: Deadline) -> T:
+        try:
+            with self._breakers.call(self._path, deadline.timeout_s):
+                return await use(self._local)
+        except KvError as error:
+            if not is_no_local_worker(error, self._path):
+                raise
+        return await use(self._remote)
+
+    def _owner(self, staging: Staging) -> AsyncBlocks:
+        return self._local if staging.owner is self._local else self._remote
+
+
+async def abandon(blocks: AsyncBlocks, staging: Staging) -> None:
+    """Abort on the way out of a failure: whatever goes wrong here is left to the session's grace."""
+    staging.close()
+    try:
+        await blocks.abort(staging, timeout_s=ABANDON_TIMEOUT_S)
+    except KvError as error:
+        log.debug("staging was left behind: %s", error)
+
+
+def is_no_local_worker(error: KvError, path: str) -> bool:
+    """Whether a remote worker should be used instead: the local one does not answer, or belongs to another cluster."""
+    return blames(error, path) or isinstance(error, Denied)
+
+
+def in_parts(wishes: Sequence[Wish]) -> Iterator[Sequence[Wish]]:
+    """As many as one message carries fds: a batch of any length must not use up the process's fds."""
+    return (wishes[i : i + MAX_FDS_PER_MESSAGE] for i in range(0, len(wishes), MAX_FDS_PER_MESSAGE))
+
+
+def sealable(staging: Staging, size_bytes: int) -> int:
+    """The fd to send from. Raises InvalidRequest for an empty file or a staging file that is gone."""
+    if size_bytes <= 0 or staging.kept_fd < 0:
+        raise InvalidRequest(
+            "an empty file has no block" if size_bytes <= 0 else "this staging file was sealed or aborted"
+        )
+    return staging.kept_fd

@@ -1,0 +1,237 @@
+"""How puts and gets run: the jobs of `jobs.py` decide, `AsyncFlow` and (for threads) `Flow` do what they ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from typing import IO
+
+import aiofiles
+from aiofiles.threadpool.binary import AsyncBufferedIOBase, AsyncBufferedReader
+
+from kvstore.client import files
+from kvstore.client.blocks import abandon
+from kvstore.client.cache import MetadataCache
+from kvstore.client.deadline import Deadline
+from kvstore.client.files import Progress
+from kvstore.client.jobs import GetJob, PutJob
+from kvstore.client.sockets import SealedBlock
+from kvstore.client.sync_blocks import abandon as abandon_here
+from kvstore.client.wiring import AsyncParts, Parts
+from kvstore.core.errors import KvError
+from kvstore.core.limits import fetch_timeout_s
+
+Store = Callable[[int], Awaitable[SealedBlock]]
+"""Makes a block of value number i."""
+SyncStore = Callable[[int], SealedBlock]
+COPY_BYTES = 4 << 20
+"""One piece of a file: large enough that the hop to a thread does not show (0.1 ms beside 1 ms of copying)."""
+
+
+class AsyncFlow:
+    """Over the parts and the metadata cache of one client."""
+
+    def __init__(self, parts: AsyncParts, cache: MetadataCache) -> None:
+        self._parts, self._cache = parts, cache
+
+    async def put(self, job: PutJob, store: Store, deadline: Deadline) -> None:
+        await self._parts.start(deadline)
+        job.refuse_larger(self._parts.cluster.max_block_bytes)
+        try:
+            await self._put_round(job, store, deadline)
+            while (pause := job.pause(deadline)) is not None:
+                await asyncio.sleep(pause)
+                await self._put_round(job, store, deadline)
+        finally:  # whatever came of it: it may have happened
+            for name in job.names:
+                self._cache.changed(name)
+
+    async def look_up(self, job: GetJob, deadline: Deadline) -> None:
+        self._parts.check_usable()
+        if not (names := job.unknown()):
+            return
+        token = self._cache.token()
+        try:
+            await self._parts.start(deadline)
+            job.looked_up(token, await self._parts.meta.lookup(names, timeout_s=deadline.left_s))
+        except KvError as error:
+            job.lookup_failed(error)
+
+    async def get(self, job: GetJob, deadline: Deadline) -> None:
+        await self.look_up(job, deadline)
+        deadline.allow(fetch_timeout_s(job.total_bytes))
+        await self._load(job, deadline)
+        if job.again():
+            await self.look_up(job, deadline)
+            await self._load(job, deadline)
+
+    async def store_file(
+        self, source: str | os.PathLike[str], size: int, progress: Progress, deadline: Deadline
+    ) -> SealedBlock:
+        blocks = self._parts.blocks
+        staging = await blocks.stage(size, timeout_s=deadline.left_s)
+        try:
+            # Buffered for its lock: a close waits for the write in a thread, also when the caller was cancelled.
+            async with aiofiles.open(source, "rb") as file, aiofiles.open(staging.release(), "wb") as out:
+                await _copy(file, out, size, progress, deadline)
+            return await blocks.seal(staging, size, timeout_s=deadline.left_s)
+        except BaseException:
+            await abandon(blocks, staging)
+            raise
+
+    async def load_file(
+        self, fd: int, target: str | os.PathLike[str], size: int, progress: Progress, deadline: Deadline
+    ) -> None:
+        """Copy a block to a local file, which is there as a whole or not at all. Closes the fd."""
+        async with aiofiles.open(fd, "rb") as block:
+            temporary = files.beside(target)
+            try:
+                async with aiofiles.open(temporary, "wb") as out:
+                    await _copy(block, out, size, progress, deadline)
+                os.replace(temporary, target)
+            except BaseException:
+                files.remove_quietly(temporary)
+                raise
+
+    async def _put_round(self, job: PutJob, store: Store, deadline: Deadline) -> None:
+        try:
+            if job.if_absent:
+                job.looked_up(await self._parts.meta.lookup(job.pending(), timeout_s=deadline.left_s))
+            job.stored(await asyncio.gather(*(_outcome(store(i)) for i in job.to_store())))
+            if publications := job.publications():
+                job.published(await self._parts.meta.publish(publications, timeout_s=deadline.left_s))
+        except KvError as error:
+            job.failed(error)
+
+    async def _load(self, job: GetJob, deadline: Deadline) -> None:
+        if not (wishes := job.to_load()):
+            return
+        try:
+            job.loaded(await self._parts.blocks.load(wishes, timeout_s=deadline.left_s))
+        except KvError as error:
+            job.load_failed(error)
+
+
+class Flow:
+    """For threads, see `AsyncFlow`."""
+
+    def __init__(self, parts: Parts, cache: MetadataCache) -> None:
+        self._parts, self._cache = parts, cache
+
+    def put(self, job: PutJob, store: SyncStore, deadline: Deadline) -> None:
+        self._parts.start(deadline)
+        job.refuse_larger(self._parts.cluster.max_block_bytes)
+        try:
+            self._put_round(job, store, deadline)
+            while (pause := job.pause(deadline)) is not None:
+                time.sleep(pause)
+                self._put_round(job, store, deadline)
+        finally:
+            for name in job.names:
+                self._cache.changed(name)
+
+    def look_up(self, job: GetJob, deadline: Deadline) -> None:
+        self._parts.check_usable()
+        if not (names := job.unknown()):
+            return
+        token = self._cache.token()
+        try:
+            self._parts.start(deadline)
+            job.looked_up(token, self._parts.meta.lookup(names, timeout_s=deadline.left_s))
+        except KvError as error:
+            job.lookup_failed(error)
+
+    def get(self, job: GetJob, deadline: Deadline) -> None:
+        self.look_up(job, deadline)
+        deadline.allow(fetch_timeout_s(job.total_bytes))
+        self._load(job, deadline)
+        if job.again():
+            self.look_up(job, deadline)
+            self._load(job, deadline)
+
+    def store_file(
+        self, source: str | os.PathLike[str], size: int, progress: Progress, deadline: Deadline
+    ) -> SealedBlock:
+        blocks = self._parts.blocks
+        staging = blocks.stage(size, timeout_s=deadline.left_s)
+        try:
+            with open(source, "rb") as file, open(staging.release(), "wb") as out:
+                _copy_here(file, out, size, progress, deadline)
+            return blocks.seal(staging, size, timeout_s=deadline.left_s)
+        except BaseException:
+            abandon_here(blocks, staging)
+            raise
+
+    def load_file(
+        self, fd: int, target: str | os.PathLike[str], size: int, progress: Progress, deadline: Deadline
+    ) -> None:
+        with open(fd, "rb") as block:
+            temporary = files.beside(target)
+            try:
+                with open(temporary, "wb") as out:
+                    _copy_here(block, out, size, progress, deadline)
+                os.replace(temporary, target)
+            except BaseException:
+                files.remove_quietly(temporary)
+                raise
+
+    def _put_round(self, job: PutJob, store: SyncStore, deadline: Deadline) -> None:
+        def outcome(index: int) -> SealedBlock | KvError:
+            try:
+                return store(index)
+            except KvError as error:
+                return error
+
+        try:
+            if job.if_absent:
+                job.looked_up(self._parts.meta.lookup(job.pending(), timeout_s=deadline.left_s))
+            job.stored(self._parts.threads.map(outcome, job.to_store()))
+            if publications := job.publications():
+                job.published(self._parts.meta.publish(publications, timeout_s=deadline.left_s))
+        except KvError as error:
+            job.failed(error)
+
+    def _load(self, job: GetJob, deadline: Deadline) -> None:
+        if not (wishes := job.to_load()):
+            return
+        try:
+            job.loaded(self._parts.blocks.load(wishes, timeout_s=deadline.left_s))
+        except KvError as error:
+            job.load_failed(error)
+
+
+async def _outcome(store: Awaitable[SealedBlock]) -> SealedBlock | KvError:
+    try:
+        return await store
+    except KvError as error:
+        return error
+
+
+async def _copy(
+    source: AsyncBufferedReader,
+    out: AsyncBufferedIOBase,
+    size: int,
+    progress: Progress,
+    deadline: Deadline,
+) -> None:
+    left = size
+    while left:
+        piece = await source.read(min(COPY_BYTES, left))
+        files.check_piece(piece, left)
+        await out.write(piece)
+        left -= len(piece)
+        progress(len(piece))
+        deadline.check()
+
+
+def _copy_here(source: IO[bytes], out: IO[bytes], size: int, progress: Progress, deadline: Deadline) -> None:
+    left = size
+    while left:
+        piece = source.read(min(COPY_BYTES, left))
+        files.check_piece(piece, left)
+        out.write(piece)
+        left -= len(piece)
+        progress(len(piece))
+        deadline.check()

@@ -1,0 +1,158 @@
+"""Blocks over the network, for who has no local worker: `AsyncRemote` and `Remote`.
+
+`store` sends frames to a worker that `core.placement` picks from the cached map; `load` takes a block from a live
+replica into the caller's buffer and compares its hash before it returns. Another worker is tried after Unavailable,
+Timeout, NoSpace, Overloaded, Corrupt or Stale. A `store` is safe to repeat: nobody can see a block before its
+publish.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing, closing
+
+from kvstore.client.cluster import MAX_TRIES, AsyncCluster, Cluster, candidates, in_order, pick
+from kvstore.client.deadline import Deadline
+from kvstore.client.sockets import SealedBlock
+from kvstore.core.errors import Corrupt, KvError, NoSpace, NotFound, Overloaded, Stale, Timeout, Unavailable
+from kvstore.core.hashing import BlockHasher
+from kvstore.core.limits import fetch_timeout_s
+from kvstore.core.placement import Candidate
+from kvstore.core.types import Address, Replica
+from kvstore.pb import worker_pb2 as w
+from kvstore.rpc.entries import address_from_pb, address_to_pb
+
+ELSEWHERE = (Unavailable, Timeout, NoSpace, Overloaded, Corrupt, Stale)
+"""Failures of one worker that say nothing about the next one."""
+Frames = Callable[[], Iterable[bytes]]
+"""Makes the frames of a block anew for every attempt."""
+
+
+class Sink:
+    """A buffer that frames fill in order, hashed as they come."""
+
+    def __init__(self, address: Address, view: memoryview) -> None:
+        self._address, self._view = address, view
+        self._hasher = BlockHasher()
+
+    def add(self, frame: bytes) -> None:
+        at = self._hasher.length_bytes
+        if at + len(frame) > len(self._view):
+            raise Corrupt(f"more than the {len(self._view)} bytes of block {self._address} came")
+        self._view[at : at + len(frame)] = frame
+        self._hasher.update(frame)
+
+    def finish(self, endpoint: str) -> None:
+        """Raises Corrupt unless this is the block that was asked for."""
+        if self._hasher.length_bytes != self._address.length_bytes or self._hasher.digest() != self._address.hash:
+            raise Corrupt(f"{endpoint} sent other bytes than block {self._address}", fault=endpoint)
+
+
+def step_timeout_s(deadline: Deadline, length_bytes: int, others: int) -> float:
+    """For one attempt: what is left, but while there are others to ask no more than the transfer should take."""
+    return deadline.at_most(fetch_timeout_s(length_bytes)) if others else deadline.left_s
+
+
+class AsyncRemote:
+    """For asyncio."""
+
+    def __init__(self, cluster: AsyncCluster, session: int) -> None:
+        self._cluster, self._session = cluster, session
+
+    async def store(self, length_bytes: int, digest: int, frames: Frames, *, timeout_s: float) -> SealedBlock:
+        """Send a block to a worker; where it is then."""
+        deadline, tried = Deadline(timeout_s), set[str]()
+        request = w.WriteRequest(session=self._session, length_bytes=length_bytes, hash=digest)
+        while True:
+            cluster = await self._cluster.map(timeout_s=deadline.left_s)
+            endpoint = pick(cluster, self._cluster.breakers.closed, length_bytes, tried)
+            tried.add(endpoint)
+            try:
+                step_s = step_timeout_s(deadline, length_bytes, len(cluster.nodes) - len(tried))
+                with self._cluster.call(endpoint, step_s):
+                    reply = await self._cluster.link(endpoint).write_frames(request, frames(), step_s)
+                return stored(reply, length_bytes, digest, endpoint)
+            except ELSEWHERE as error:
+                last_try(error, deadline, tried, candidates(cluster, self._cluster.breakers.closed, tried))
+
+    async def load(self, address: Address, replicas: Sequence[Replica], view: memoryview, *, timeout_s: float) -> None:
+        """Fill the view (of the block's length). Raises the last replica's error, NotFound when there is none."""
+        deadline, request = Deadline(timeout_s), w.ReadRequest(address=address_to_pb(address))
+        error: KvError = no_replica(address)
+        order = in_order(replicas, self._cluster.breakers.closed, random.getrandbits(64))
+        for others, replica in zip(range(len(order) - 1, -1, -1), order, strict=True):
+            step_s = step_timeout_s(deadline, address.length_bytes, others)
+            try:
+                with self._cluster.call(replica.endpoint, step_s):
+                    await self._load_from(replica.endpoint, request, Sink(address, view), step_s)
+                return
+            except (*ELSEWHERE, NotFound) as failed:
+                error = failed
+        raise error
+
+    async def _load_from(self, endpoint: str, request: w.ReadRequest, sink: Sink, timeout_s: float) -> None:
+        async with aclosing(self._cluster.link(endpoint).read_frames(request, timeout_s)) as frames:
+            async for frame in frames:
+                sink.add(frame)
+        sink.finish(endpoint)
+
+
+class Remote:
+    """For threads: the methods of `AsyncRemote`, see there."""
+
+    def __init__(self, cluster: Cluster, session: int) -> None:
+        self._cluster, self._session = cluster, session
+
+    def store(self, length_bytes: int, digest: int, frames: Frames, *, timeout_s: float) -> SealedBlock:
+        deadline, tried = Deadline(timeout_s), set[str]()
+        request = w.WriteRequest(session=self._session, length_bytes=length_bytes, hash=digest)
+        while True:
+            cluster = self._cluster.map(timeout_s=deadline.left_s)
+            endpoint = pick(cluster, self._cluster.breakers.closed, length_bytes, tried)
+            tried.add(endpoint)
+            try:
+                step_s = step_timeout_s(deadline, length_bytes, len(cluster.nodes) - len(tried))
+                with self._cluster.call(endpoint, step_s):
+                    reply = self._cluster.link(endpoint).write_frames(request, frames(), step_s)
+                return stored(reply, length_bytes, digest, endpoint)
+            except ELSEWHERE as error:
+                last_try(error, deadline, tried, candidates(cluster, self._cluster.breakers.closed, tried))
+
+    def load(self, address: Address, replicas: Sequence[Replica], view: memoryview, *, timeout_s: float) -> None:
+        deadline, request = Deadline(timeout_s), w.ReadRequest(address=address_to_pb(address))
+        error: KvError = no_replica(address)
+        order = in_order(replicas, self._cluster.breakers.closed, random.getrandbits(64))
+        for others, replica in zip(range(len(order) - 1, -1, -1), order, strict=True):
+            step_s = step_timeout_s(deadline, address.length_bytes, others)
+            try:
+                with self._cluster.call(replica.endpoint, step_s):
+                    self._load_from(replica.endpoint, request, Sink(address, view), step_s)
+                return
+            except (*ELSEWHERE, NotFound) as failed:
+                error = failed
+        raise error
+
+    def _load_from(self, endpoint: str, request: w.ReadRequest, sink: Sink, timeout_s: float) -> None:
+        with closing(self._cluster.link(endpoint).read_frames(request, timeout_s)) as frames:
+            for frame in frames:
+                sink.add(frame)
+        sink.finish(endpoint)
+
+
+def last_try(error: KvError, deadline: Deadline, tried: set[str], others: Sequence[Candidate]) -> None:
+    """Raises the error when no other worker is to be asked."""
+    if deadline.passed or len(tried) >= MAX_TRIES or not others:
+        raise error
+
+
+def stored(reply: w.WriteReply, length_bytes: int, digest: int, endpoint: str) -> SealedBlock:
+    """What the worker made of the frames. Raises Corrupt when it is not what was sent."""
+    address = address_from_pb(reply.address)
+    if (address.length_bytes, address.hash) != (length_bytes, digest):
+        raise Corrupt(f"{endpoint} stored other bytes than were sent", fault=endpoint)
+    return SealedBlock(address, reply.volume)
+
+
+def no_replica(address: Address) -> NotFound:
+    return NotFound(f"no live replica of block {address}", reason="no_replica")

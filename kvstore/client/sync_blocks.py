@@ -1,0 +1,224 @@
+"""Blocks as files, for threads: the part of `blocks.py` that the synchronous SDK needs, see there.
+
+`LocalBlocks` over the local worker, `RemoteBlocks` without one, `EitherBlocks` the first while it answers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from kvstore.client import files, sockets
+from kvstore.client.blocks import ABANDON_TIMEOUT_S, in_parts, is_no_local_worker, sealable
+from kvstore.client.breaker import Breakers
+from kvstore.client.deadline import Deadline
+from kvstore.client.local import LocalWorker
+from kvstore.client.remote import Remote
+from kvstore.client.sockets import SealedBlock
+from kvstore.client.staging import Loaded, Staging, Wish, block_of, empty_fd
+from kvstore.client.threads import Threads
+from kvstore.core.errors import KvError
+from kvstore.core.hashing import hash_block
+from kvstore.core.limits import METADATA_TIMEOUT_S, fetch_timeout_s, store_timeout_s
+from kvstore.core.types import Entry
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class Blocks(Protocol):
+    """Blocks of the store as files; the methods are those of `AsyncBlocks`."""
+
+    @property
+    def node(self) -> str: ...
+
+    def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging: ...
+
+    def seal(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> SealedBlock: ...
+
+    def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None: ...
+
+    def open(self, entry: Entry, *, timeout_s: float | None = None) -> int: ...
+
+    def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock: ...
+
+    def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]: ...
+
+
+class LocalBlocks:
+    """Over the local worker."""
+
+    def __init__(self, worker: LocalWorker, threads: Threads) -> None:
+        self._worker, self._threads = worker, threads
+
+    @property
+    def node(self) -> str:
+        return self._worker.hello.node if self._worker.hello else ""
+
+    def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
+        staged = self._worker.stage(size_hint, timeout_s=timeout_s)
+        return Staging(self, staged.fd, handle=staged.staging)
+
+    def seal(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> SealedBlock:
+        staging.close()
+        return self._worker.seal(staging.handle, size_bytes, timeout_s=timeout_s)
+
+    def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        staging.close()
+        self._worker.abort(staging.handle, timeout_s=timeout_s)
+
+    def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
+        if entry.address is None:
+            return empty_fd()
+        (fd,) = self._worker.open([(entry.address, entry.replicas)], timeout_s=timeout_s)
+        if isinstance(fd, KvError):
+            raise fd
+        return fd
+
+    def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock:
+        deadline = Deadline.of(timeout_s, store_timeout_s(len(view)))
+        staging = self.stage(len(view), timeout_s=deadline.left_s)
+        try:
+            files.write_and_close(staging.release(), view)
+            return self.seal(staging, len(view), timeout_s=deadline.left_s)
+        except BaseException:
+            abandon(self, staging)
+            raise
+
+    def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
+        deadline = Deadline.of(timeout_s, fetch_timeout_s(sum(w.entry.length_bytes for w in wishes)))
+        return [loaded for part in in_parts(wishes) for loaded in self._load_part(part, deadline)]
+
+    def _load_part(self, wishes: Sequence[Wish], deadline: Deadline) -> list[Loaded]:
+        wanted = [(block_of(w.entry), w.entry.replicas) for w in wishes]
+        fds = self._worker.open(wanted, timeout_s=deadline.left_s)
+
+        def read(index: int) -> Loaded:
+            fd, wish = fds[index], wishes[index]
+            if isinstance(fd, KvError):
+                return fd
+            fds[index] = -1
+            return files.load_and_close(fd, wish.entry.length_bytes, wish.view)
+
+        try:
+            return self._threads.map(read, range(len(wishes)))
+        finally:  # those that an interrupted caller left untouched
+            sockets.close_all(fd for fd in fds if isinstance(fd, int) and fd >= 0)
+
+
+class RemoteBlocks:
+    """Without a local worker. Staging: files without a name in `directory` (None: the system's temporary one)."""
+
+    node = ""
+
+    def __init__(self, remote: Remote, threads: Threads, directory: str | None = None) -> None:
+        self._remote, self._threads, self._directory = remote, threads, directory
+
+    def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
+        kept = files.scratch_fd(self._directory)
+        try:
+            return Staging(self, files.reopened(kept, os.O_RDWR), kept_fd=kept)
+        except BaseException:
+            os.close(kept)
+            raise
+
+    def seal(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> SealedBlock:
+        deadline = Deadline.of(timeout_s, store_timeout_s(size_bytes))
+        staging.close()
+        fd = sealable(staging, size_bytes)
+        digest = files.hash_fd(fd, size_bytes)
+        sealed = self._remote.store(
+            size_bytes, digest, lambda: files.frames_of_fd(fd, size_bytes), timeout_s=deadline.left_s
+        )
+        staging.drop()
+        return sealed
+
+    def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        staging.drop()
+
+    def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
+        if entry.address is None:
+            return empty_fd()
+        view = memoryview(bytearray(entry.length_bytes))
+        deadline = Deadline.of(timeout_s, fetch_timeout_s(entry.length_bytes))
+        self._remote.load(entry.address, entry.replicas, view, timeout_s=deadline.left_s)
+        fd = files.scratch_fd(self._directory)
+        try:
+            files.write_all(fd, view)
+            return files.reopened(fd, os.O_RDONLY)
+        finally:
+            os.close(fd)
+
+    def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock:
+        deadline = Deadline.of(timeout_s, store_timeout_s(len(view)))
+        digest = hash_block(view)
+        return self._remote.store(len(view), digest, lambda: files.frames_of(view), timeout_s=deadline.left_s)
+
+    def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
+        deadline = Deadline.of(timeout_s, fetch_timeout_s(sum(w.entry.length_bytes for w in wishes)))
+        return self._threads.map(lambda wish: self._load(wish, deadline), wishes)
+
+    def _load(self, wish: Wish, deadline: Deadline) -> Loaded:
+        address, view = block_of(wish.entry), wish.view
+        target = memoryview(bytearray(address.length_bytes)) if view is None else view
+        try:
+            self._remote.load(address, wish.entry.replicas, target, timeout_s=deadline.left_s)
+        except KvError as error:
+            return error
+        return bytes(target) if view is None else b""
+
+
+class EitherBlocks:
+    """The local worker while it answers, else remote ones. Staging is sealed where it was made."""
+
+    def __init__(self, local: LocalBlocks, remote: RemoteBlocks, path: str, breakers: Breakers) -> None:
+        self._local, self._remote, self._path, self._breakers = local, remote, path, breakers
+
+    @property
+    def node(self) -> str:
+        return self._local.node
+
+    def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
+        left = Deadline.of(timeout_s, store_timeout_s(0))
+        return self._first(lambda b: b.stage(size_hint, timeout_s=left.left_s), left)
+
+    def seal(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> SealedBlock:
+        return self._owner(staging).seal(staging, size_bytes, timeout_s=timeout_s)
+
+    def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        self._owner(staging).abort(staging, timeout_s=timeout_s)
+
+    def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
+        left = Deadline.of(timeout_s, fetch_timeout_s(entry.length_bytes))
+        return self._first(lambda b: b.open(entry, timeout_s=left.left_s), left)
+
+    def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock:
+        left = Deadline.of(timeout_s, store_timeout_s(len(view)))
+        return self._first(lambda b: b.store(view, timeout_s=left.left_s), left)
+
+    def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
+        left = Deadline.of(timeout_s, fetch_timeout_s(sum(w.entry.length_bytes for w in wishes)))
+        return self._first(lambda b: b.load(wishes, timeout_s=left.left_s), left)
+
+    def _first(self, use: Callable[[Blocks], T], deadline: Deadline) -> T:
+        try:
+            with self._breakers.call(self._path, deadline.timeout_s):
+                return use(self._local)
+        except KvError as error:
+            if not is_no_local_worker(error, self._path):
+                raise
+        return use(self._remote)
+
+    def _owner(self, staging: Staging) -> Blocks:
+        return self._local if staging.owner is self._local else self._remote
+
+
+def abandon(blocks: Blocks, staging: Staging) -> None:
+    """Abort on the way out of a failure: whatever goes wrong here is left to the session's grace."""
+    staging.close()
+    try:
+        blocks.abort(staging, timeout_s=ABANDON_TIMEOUT_S)
+    except KvError as error:
+        log.debug("staging was left behind: %s", error)

@@ -1,0 +1,181 @@
+"""What a client is made of, put together: link to the master, cluster, local worker, blocks; for asyncio and for
+threads.
+
+Nothing is connected when it is made. `start` learns the cluster's id from the master and says hello to the local
+worker with it, so that a worker of another cluster is not used (rule 16); from the hello the client knows its node,
+and says so in every later call: the master counts replicas on the caller's own node as live (rule 14).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import threading
+
+from kvstore.client import url
+from kvstore.client.blocks import AsyncBlocks, AsyncEitherBlocks, AsyncLocalBlocks, AsyncRemoteBlocks
+from kvstore.client.cluster import AsyncCluster, Cluster
+from kvstore.client.deadline import Deadline
+from kvstore.client.local import AsyncLocalWorker, LocalWorker
+from kvstore.client.meta import AsyncMeta, Meta
+from kvstore.client.remote import AsyncRemote, Remote
+from kvstore.client.sync_blocks import Blocks, EitherBlocks, LocalBlocks, RemoteBlocks
+from kvstore.client.threads import Threads
+from kvstore.core.errors import KvError, Unavailable
+from kvstore.core.limits import CONNECT_TIMEOUT_S
+from kvstore.core.sockproto import HelloReply
+from kvstore.rpc.failover import AsyncFailover, Failover
+from kvstore.rpc.metadata import Caller
+from kvstore.runtime import Runtime, SystemRuntime
+
+log = logging.getLogger(__name__)
+
+THREADS = 8
+"""For copies and hashes of an AsyncClient that was given no runtime."""
+
+
+class AsyncParts:
+    """For one event loop.
+
+    Attributes: `target`, `session`, `meta`, `cluster`, `blocks`, `worker` (None without a socket), `runtime`.
+    """
+
+    def __init__(self, target: url.Target, socket_path: str, staging_dir: str | None, runtime: Runtime | None) -> None:
+        asyncio.get_running_loop()  # RuntimeError here rather than a channel on some other loop
+        self.target = target
+        self._owns_runtime = runtime is None
+        self.runtime: Runtime = runtime or SystemRuntime(THREADS, "kvstore-client")
+        self.session = secrets.randbits(64)
+        self._pid = os.getpid()
+        self._caller = Caller(self.session)
+        self._link = AsyncFailover(target.endpoints, self._caller)
+        self.meta = AsyncMeta(self._link, self.session)
+        self.cluster = AsyncCluster(self.meta, self._caller)
+        self.worker = AsyncLocalWorker(socket_path, self.session, on_hello=self._met) if socket_path else None
+        self.blocks = self._blocks(staging_dir)
+        self._starting = asyncio.Lock()
+        self._started = self._closed = False
+
+    async def start(self, deadline: Deadline) -> None:
+        """Once, at the first call. Raises what keeps it from reaching the master."""
+        self.check_usable()
+        if self._started:
+            return
+        async with self._starting:
+            if not self._started:
+                cluster = await self.cluster.map(timeout_s=deadline.left_s)
+                self._introduce(self._caller._replace(cluster=cluster.cluster))
+                await self._meet(deadline)
+                self._started = True
+
+    def check_usable(self) -> None:
+        """Raises Unavailable after close, and in the child of a fork: the loop and its channels are the parent's."""
+        if self._closed:
+            raise Unavailable("this client was closed; make a new one")
+        if os.getpid() != self._pid:
+            raise Unavailable("this AsyncClient was made before a fork; make a new one in the child")
+
+    async def close(self) -> None:
+        self._closed = True
+        if self.worker is not None:
+            self.worker.close()
+        await self.cluster.close()
+        await self._link.close()
+        if self._owns_runtime:
+            self.runtime.close()
+
+    def _blocks(self, staging_dir: str | None) -> AsyncBlocks:
+        remote = AsyncRemoteBlocks(AsyncRemote(self.cluster, self.session), self.runtime, staging_dir)
+        if self.worker is None:
+            return remote
+        local = AsyncLocalBlocks(self.worker, self.runtime)
+        return AsyncEitherBlocks(local, remote, self.worker.path, self.cluster.breakers)
+
+    async def _meet(self, deadline: Deadline) -> None:
+        """Without the local worker the client goes on with remote ones, and meets it when it is there again."""
+        if self.worker is None:
+            return
+        self.worker.cluster = self._caller.cluster
+        step_s = deadline.at_most(CONNECT_TIMEOUT_S)
+        try:
+            with self.cluster.call(self.worker.path, step_s):
+                await self.worker.connect(step_s)
+        except KvError as error:
+            log.warning("the local worker is not used for now: %s", error)
+
+    def _met(self, hello: HelloReply) -> None:
+        self._introduce(self._caller._replace(node=hello.node))
+
+    def _introduce(self, caller: Caller) -> None:
+        self._caller = caller
+        self._link.introduce(caller)
+        self.cluster.introduce(caller)
+
+
+class Parts:
+    """For threads, see `AsyncParts`; `threads` in place of `runtime`. Of one process: after a fork `Client` makes new
+    ones.
+    """
+
+    def __init__(self, target: url.Target, socket_path: str, staging_dir: str | None) -> None:
+        self.target = target
+        self.session = secrets.randbits(64)
+        self._caller = Caller(self.session)
+        self._link = Failover(target.endpoints, self._caller)
+        self.threads = Threads()
+        self.meta = Meta(self._link, self.session)
+        self.cluster = Cluster(self.meta, self._caller)
+        self.worker = LocalWorker(socket_path, self.session, on_hello=self._met) if socket_path else None
+        self.blocks = self._blocks(staging_dir)
+        self._starting = threading.Lock()
+        self._started = self._closed = False
+
+    def start(self, deadline: Deadline) -> None:
+        self.check_usable()
+        if self._started:
+            return
+        with self._starting:
+            if not self._started:
+                cluster = self.cluster.map(timeout_s=deadline.left_s)
+                self._introduce(self._caller._replace(cluster=cluster.cluster))
+                self._meet(deadline)
+                self._started = True
+
+    def check_usable(self) -> None:
+        if self._closed:
+            raise Unavailable("this client was closed; make a new one")
+
+    def close(self) -> None:
+        self._closed = True
+        if self.worker is not None:
+            self.worker.close()
+        self.cluster.close()
+        self._link.close()
+        self.threads.close()
+
+    def _blocks(self, staging_dir: str | None) -> Blocks:
+        remote = RemoteBlocks(Remote(self.cluster, self.session), self.threads, staging_dir)
+        if self.worker is None:
+            return remote
+        return EitherBlocks(LocalBlocks(self.worker, self.threads), remote, self.worker.path, self.cluster.breakers)
+
+    def _meet(self, deadline: Deadline) -> None:
+        if self.worker is None:
+            return
+        self.worker.cluster = self._caller.cluster
+        step_s = deadline.at_most(CONNECT_TIMEOUT_S)
+        try:
+            with self.cluster.call(self.worker.path, step_s):
+                self.worker.connect(step_s)
+        except KvError as error:
+            log.warning("the local worker is not used for now: %s", error)
+
+    def _met(self, hello: HelloReply) -> None:
+        self._introduce(self._caller._replace(node=hello.node))
+
+    def _introduce(self, caller: Caller) -> None:
+        self._caller = caller
+        self._link.introduce(caller)
+        self.cluster.introduce(caller)

@@ -1,0 +1,215 @@
+"""Temporary names (rule 24): which names they are, and the versions that each of them has.
+
+A temporary name never reaches the master. It is a list of versions, one for each open that wrote it, every one with an inode number
+and a staging file of its own; so two writers who share ``X.tmp`` cannot mix their bytes, and each of their renames finds a whole
+version:
+
+=================== ==================== ========================================= ==========
+the kernel asks     only open versions   a closed version                          none
+=================== ==================== ========================================= ==========
+LOOKUP              no such name         the first closed one                      no such name
+CREATE              a new version        a new version                             a new version
+OPEN to write       –                    the number gets a fresh file, the closed  –
+                                         bytes move to a fresh number
+RENAME to another   the oldest           the one the last LOOKUP answered, else    no such name
+                                         the first closed one
+=================== ==================== ========================================= ==========
+
+"First closed" is the oldest, with one exception: bytes that moved because somebody opened the name to write are *superseded* and come
+last. They only serve the writer whose rename comes second. Were they first, a process that died in the middle of a put, started again
+and wrote the same temporary name would publish the torn file of its first life.
+
+Everything here is pure: time comes in, what is to be dropped goes out.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from typing import Final, Generic, Protocol, TypeVar
+
+SUPERSEDED_TTL_S: Final = 10.0
+"""How long superseded bytes wait for a second writer's rename, which follows its close within milliseconds in LMCache."""
+
+Key = tuple[int, str]
+"""Inode of the directory, name."""
+
+
+class TempPatterns:
+    """Patterns for the last part of a path (``*.tmp``) or its last two (``.tmp/*``).
+
+    A leading ``*`` stands for at least one character: ``.tmp`` itself, the usual directory for temporary files, is an ordinary name.
+    """
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        compiled = [_compile(p) for p in patterns]
+        self._one = [last for parent, last in compiled if parent is None]
+        self._two = [(parent, last) for parent, last in compiled if parent is not None]
+
+    def match(self, directory_name: str, name: str) -> bool:
+        """Whether `name` in a directory called `directory_name` is temporary."""
+        if any(last.fullmatch(name) for last in self._one):
+            return True
+        return any(last.fullmatch(name) and parent.fullmatch(directory_name) for parent, last in self._two)
+
+
+def _compile(pattern: str) -> tuple[re.Pattern[str] | None, re.Pattern[str]]:
+    *_, parent, last = ("", *pattern.rsplit("/", 2))
+    glob = "?" + last if last.startswith("*") else last
+    return (_regex(parent) if "/" in pattern else None), _regex(glob)
+
+
+def _regex(glob: str) -> re.Pattern[str]:
+    return re.compile(fnmatch.translate(glob))
+
+
+class Version(Protocol):
+    """What the table needs to know of a version."""
+
+    inode: int
+
+
+V = TypeVar("V", bound=Version)
+
+
+class _Slot(Generic[V]):
+    """One name: its versions by state, each list in the order in which LOOKUP and RENAME take from it.
+
+    FLUSH comes before RELEASE, and a rename may overtake the RELEASE; so flushed versions are ready too. But a FLUSH also comes when a
+    forked child closes what it inherited in the middle of a write; so versions that were released go first.
+    """
+
+    def __init__(self) -> None:
+        self.open: list[V] = []
+        self.flushed: list[V] = []
+        self.closed: list[tuple[V, float]] = []
+        self.superseded: list[tuple[V, float]] = []
+        """Newest first."""
+        self.answered: int = 0
+        """Inode number that the last LOOKUP answered."""
+
+    def __bool__(self) -> bool:
+        return bool(self.open or self.ready())
+
+    def ready(self) -> list[V]:
+        return [*(v for v, _ in self.closed), *self.flushed, *(v for v, _ in self.superseded)]
+
+    def remove(self, version: V) -> None:
+        self.open = [v for v in self.open if v is not version]
+        self.flushed = [v for v in self.flushed if v is not version]
+        self.closed = [(v, t) for v, t in self.closed if v is not version]
+        self.superseded = [(v, t) for v, t in self.superseded if v is not version]
+
+
+class TempNames(Generic[V]):
+    """All temporary names of a mount. A version is in one slot at most, and there in one state."""
+
+    def __init__(self) -> None:
+        self._slots: dict[Key, _Slot[V]] = {}
+
+    def __len__(self) -> int:
+        """How many versions there are, open ones included."""
+        return sum(len(s.open) + len(s.ready()) for s in self._slots.values())
+
+    def lookup(self, key: Key) -> V | None:
+        """The version that the name shows, if any; a RENAME that follows takes this one."""
+        slot = self._slots.get(key)
+        ready = slot.ready() if slot else []
+        if not slot or not ready:
+            return None
+        slot.answered = ready[0].inode
+        return ready[0]
+
+    def opened(self, key: Key, version: V) -> None:
+        """A new version, or one that is written again after its flush."""
+        slot = self._slots.setdefault(key, _Slot())
+        slot.remove(version)
+        slot.open.append(version)
+
+    def flushed(self, key: Key, version: V) -> None:
+        """An open one was closed once; other duplicates of the descriptor may go on."""
+        if self.is_open(key, version):
+            self._slots[key].remove(version)
+            self._slots[key].flushed.append(version)
+
+    def is_open(self, key: Key, version: V) -> bool:
+        slot = self._slots.get(key)
+        return slot is not None and any(v is version for v in slot.open)
+
+    def is_flushed(self, key: Key, version: V) -> bool:
+        slot = self._slots.get(key)
+        return slot is not None and any(v is version for v in slot.flushed)
+
+    def is_ready(self, key: Key, version: V) -> bool:
+        """Whether its bytes are whole: flushed or closed."""
+        slot = self._slots.get(key)
+        return slot is not None and any(v is version for v in slot.ready())
+
+    def closed(self, key: Key, version: V, now_s: float) -> None:
+        """Its last writer has gone. What is superseded stays so."""
+        slot = self._slots.setdefault(key, _Slot())
+        if not any(v is version for v, _ in slot.superseded):
+            slot.remove(version)
+            slot.closed.append((version, now_s))
+
+    def rewritten(self, key: Key, old: V, fresh: V, now_s: float) -> None:
+        """Somebody opened closed `old` to write: `fresh` is open in its place, the bytes of `old` are superseded."""
+        slot = self._slots.setdefault(key, _Slot())
+        slot.remove(old)
+        slot.open.append(fresh)
+        slot.superseded.insert(0, (old, now_s))
+
+    def to_rename(self, key: Key) -> V | None:
+        """The version that a RENAME means; it stays until `remove`."""
+        slot = self._slots.get(key)
+        if not slot:
+            return None
+        ready = slot.ready()
+        return next((v for v in ready if v.inode == slot.answered), None) or next(iter(ready or slot.open), None)
+
+    def remove(self, key: Key, version: V) -> None:
+        slot = self._slots.get(key)
+        if slot:
+            slot.remove(version)
+            self._tidy(key, slot)
+
+    def unlink(self, key: Key) -> list[V]:
+        """The version that the name shows and all superseded ones leave; open ones stay with their writers."""
+        slot = self._slots.get(key)
+        if not slot:
+            return []
+        gone = slot.ready()[:1]
+        gone += [v for v, _ in slot.superseded if v not in gone]
+        return self._remove_all(key, gone)
+
+    def take_ready(self, key: Key) -> list[V]:
+        """Every version that is not open leaves: another file was renamed to this name."""
+        slot = self._slots.get(key)
+        return self._remove_all(key, slot.ready() if slot else [])
+
+    def listed(self, directory: int) -> list[tuple[str, V]]:
+        """What a listing of the directory shows, in order of names."""
+        here = sorted((name, slot.ready()) for (parent, name), slot in self._slots.items() if parent == directory)
+        return [(name, ready[0]) for name, ready in here if ready]
+
+    def expire(self, now_s: float, ttl_s: float) -> list[V]:
+        """Closed versions that nobody renamed in time leave."""
+        gone: list[V] = []
+        for key, slot in list(self._slots.items()):
+            old = [v for v, t in slot.closed if now_s - t >= ttl_s]
+            old += [v for v, t in slot.superseded if now_s - t >= min(ttl_s, SUPERSEDED_TTL_S)]
+            gone += self._remove_all(key, old)
+        return gone
+
+    def all(self) -> list[V]:
+        return [v for s in self._slots.values() for v in (*s.open, *s.ready())]
+
+    def _remove_all(self, key: Key, versions: list[V]) -> list[V]:
+        for version in versions:
+            self.remove(key, version)
+        return versions
+
+    def _tidy(self, key: Key, slot: _Slot[V]) -> None:
+        if not slot:
+            self._slots.pop(key, None)

@@ -1,0 +1,106 @@
+"""Sealed files that are open: one fd and one map for all handles of an inode, and reads that never make the loop wait for a disk."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from dataclasses import dataclass
+from typing import Final
+
+from kvstore.client.blocks import AsyncBlocks
+from kvstore.core.limits import MIB
+from kvstore.core.types import Entry
+from kvstore.fuse.residency import Residency
+from kvstore.fuse.threads import on_fd
+from kvstore.runtime import Runtime
+
+MAX_READ_BYTES: Final = 1 * MIB
+"""The kernel asks for no more at a time (max_pages 256)."""
+_WOULD_WAIT: Final = frozenset({errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL})
+
+
+@dataclass(slots=True, eq=False)
+class SealedFile:
+    """One published inode with at least one open handle. `fd` is -1 for an empty file, `view` its bytes once they were read.
+
+    Its content is its own until the last handle goes: an unlink, a replacement or an eviction elsewhere does not touch it.
+    """
+
+    entry: Entry
+    fd: int
+    view: memoryview | None = None
+    handles: int = 0
+    removed: bool = False
+    """The name went while it was open: it has no links any more."""
+
+
+class SealedFiles:
+    """By inode number. Invariant: a file is here as long as `handles` > 0."""
+
+    def __init__(self, blocks: AsyncBlocks, runtime: Runtime) -> None:
+        self._blocks, self._runtime = blocks, runtime
+        self._open: dict[int, SealedFile] = {}
+        self._residency = Residency()
+        self._buffer = memoryview(bytearray(MAX_READ_BYTES))
+
+    def get(self, inode: int) -> SealedFile | None:
+        return self._open.get(inode)
+
+    async def open(self, entry: Entry) -> SealedFile:
+        """One more handle. Raises what AsyncBlocks raises for a block that is nowhere."""
+        file = self._open.get(entry.inode)
+        if file is None:
+            fd = await self.open_fd(entry)
+            file = self._open.get(entry.inode)  # somebody else may have been quicker
+            if file is None:
+                file = self._open[entry.inode] = SealedFile(entry, fd)
+            elif fd >= 0:
+                os.close(fd)
+        file.handles += 1
+        return file
+
+    async def open_fd(self, entry: Entry) -> int:
+        """A read-only fd of its block, -1 for an empty file."""
+        return -1 if entry.address is None else await self._blocks.open(entry)
+
+    def release(self, file: SealedFile) -> None:
+        file.handles -= 1
+        if file.handles == 0:
+            self._open.pop(file.entry.inode, None)
+            file.view = None  # the map ends with its last slice
+            if file.fd >= 0:
+                os.close(file.fd)
+                file.fd = -1
+
+    async def read(self, file: SealedFile, offset: int, size_bytes: int) -> bytes | memoryview:
+        """What lies in memory is a slice of the map, which the kernel copies itself (2,500 MB/s; with a buffer in between 1,700).
+
+        What does not is read in a thread: a fault on the loop would stall the whole mount.
+        """
+        size_bytes = min(size_bytes, file.entry.length_bytes - offset)
+        if file.fd < 0 or size_bytes <= 0:
+            return b""
+        if self._residency.is_resident(file.fd, offset, size_bytes):
+            return self._mapped(file)[offset : offset + size_bytes]
+        if not self._residency.is_known and size_bytes <= MAX_READ_BYTES:
+            # The buffer is handed to the kernel before anybody else runs: pyfuse3 replies without an await in between.
+            view = self._buffer[:size_bytes]
+            if _read_resident(file.fd, view, offset) == size_bytes:
+                return view
+        return await on_fd(self._runtime, file.fd, os.pread, size_bytes, offset)
+
+    def _mapped(self, file: SealedFile) -> memoryview:
+        if file.view is None:
+            file.view = memoryview(mmap.mmap(file.fd, file.entry.length_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
+        return file.view
+
+
+def _read_resident(fd: int, view: memoryview, offset: int) -> int:
+    """Bytes read without waiting for the disk; fewer than asked for when the rest is not in memory."""
+    try:
+        return os.preadv(fd, [view], offset, os.RWF_NOWAIT)
+    except OSError as error:
+        if error.errno in _WOULD_WAIT:
+            return 0
+        raise

@@ -1,0 +1,205 @@
+"""The bytes of local files: staging files of a worker (or temporary ones), written here, hashed, sealed.
+
+Everything holds the file's lock while it waits. A staging file is sealed only after its one writable fd was closed, which is ours: in
+plain mode every write of an application passes through `write` (rule 5).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from typing import Final
+
+from kvstore.client.blocks import AsyncBlocks
+from kvstore.client.files import hash_fd, reopened
+from kvstore.client.sockets import SealedBlock
+from kvstore.client.staging import Staging
+from kvstore.core.errors import KvError, NotFound, Stale, TooLarge, Unavailable
+from kvstore.core.hashing import BlockHasher
+from kvstore.core.limits import GIB, KIB, MIB
+from kvstore.fuse.localfile import Hashed, LocalFile
+from kvstore.fuse.threads import on_fd
+from kvstore.runtime import Runtime
+
+log = logging.getLogger(__name__)
+
+FIRST_RESERVATION_BYTES: Final = 4 * MIB
+MAX_RESERVATION_STEP_BYTES: Final = 256 * MIB
+"""Reservations grow fourfold up to this step: a chunk of 14 MiB takes two calls, a file of 1 GiB eight."""
+INLINE_WRITE_BYTES: Final = 64 * KIB
+"""Smaller writes cost less than the way to a thread and back (about 60 µs)."""
+_COPY_BYTES: Final = 1 * GIB
+
+
+class StagingArea:
+    """The bytes of local files. `max_block_bytes`: a file is one block."""
+
+    def __init__(self, blocks: AsyncBlocks, runtime: Runtime, max_block_bytes: int) -> None:
+        self._blocks, self._runtime, self.max_block_bytes = blocks, runtime, max_block_bytes
+
+    async def write(self, file: LocalFile, offset: int, data: bytes) -> int:
+        """Write all of `data`. Raises TooLarge, NoSpace."""
+        end = offset + len(data)
+        async with file.lock:
+            fd = await self._make_writable(file, file.size_bytes, end)
+            # Bytes that come in order are hashed while the processor's cache has them: at the flush it would be another pass.
+            hasher, file.hasher = file.hasher if offset == file.size_bytes else None, None
+            file.changed(max(file.size_bytes, end), self._runtime.wall_ns())
+            if len(data) <= INLINE_WRITE_BYTES:
+                write_all(fd, offset, data, hasher)
+            else:
+                await on_fd(self._runtime, fd, write_all, offset, data, hasher)
+            file.hasher = hasher
+        return len(data)
+
+    async def truncate(self, file: LocalFile, size_bytes: int) -> None:
+        """Make it exactly so long; what is added is zeros."""
+        async with file.lock:
+            if size_bytes == 0 and file.staged is None:
+                file.set_block(-1)
+            else:
+                fd = await self._make_writable(file, min(size_bytes, file.size_bytes), size_bytes)
+                os.ftruncate(fd, size_bytes)
+            file.hasher = None
+            file.changed(size_bytes, self._runtime.wall_ns())
+
+    async def read(self, file: LocalFile, offset: int, size_bytes: int) -> bytes:
+        async with file.lock:
+            if file.fd < 0:
+                return b""
+            return await on_fd(self._runtime, file.fd, os.pread, size_bytes, offset)
+
+    async def copy(self, source: LocalFile, target: LocalFile) -> None:
+        """Fill empty `target` with the bytes of `source`."""
+        async with source.lock, target.lock:
+            fd = await self._make_writable(target, 0, source.size_bytes)
+            await on_fd(self._runtime, source.fd, copy_start, fd, source.size_bytes)
+            target.hasher = None
+            target.changed(source.size_bytes, self._runtime.wall_ns())
+
+    async def sync(self, file: LocalFile) -> None:
+        """Put the staging file's bytes on the disk."""
+        async with file.lock:
+            if file.staged is not None:
+                await on_fd(self._runtime, file.fd, os.fdatasync)
+
+    async def hash(self, file: LocalFile) -> None:
+        """Hash it now, so that a rename need not."""
+        async with file.lock:
+            if file.staged is not None and file.size_bytes:
+                await self._hash(file)
+
+    async def seal(self, file: LocalFile) -> SealedBlock | None:
+        """A block of what it holds; None when it is empty. It can be read and written on: the next change makes a copy.
+
+        The caller holds the lock.
+        """
+        if file.size_bytes == 0:
+            await self._abandon(file)
+            return None
+        if file.sealed is None:
+            try:
+                file.sealed = await self._seal(file)
+            except (NotFound, Stale, Unavailable) as error:
+                # The worker restarted, or went, and took the staging file along: the bytes are still behind our fd.
+                log.warning("staging file lost (%s); its bytes are staged again", error.message)
+                file.sealed = await self._seal(file)
+        return file.sealed
+
+    async def drop(self, file: LocalFile) -> None:
+        """Nobody needs its bytes any more."""
+        async with file.lock:
+            await self._abandon(file)
+
+    async def _abandon(self, file: LocalFile) -> None:
+        staged, file.staged, file.reserved_bytes = file.staged, None, 0
+        file.set_block(-1)
+        if staged is not None:
+            await self._abort(staged)
+
+    async def _abort(self, staged: Staging) -> None:
+        try:
+            await self._blocks.abort(staged)
+        except KvError as error:
+            log.debug("staging file not aborted (%s): the end of the session clears it up", error.message)
+
+    async def _make_writable(self, file: LocalFile, keep_bytes: int, size_bytes: int) -> int:
+        """The fd of a staging file with room for `size_bytes`, holding the first `keep_bytes` of what the file has."""
+        if size_bytes > self.max_block_bytes:
+            raise TooLarge(f"a file holds at most {self.max_block_bytes} bytes (max_block_size)")
+        if file.staged is None:
+            await self._restage(file, keep_bytes, size_bytes)
+        elif size_bytes > file.reserved_bytes:
+            room = self._room(file.reserved_bytes, size_bytes)
+            await self._blocks.reserve(file.staged, room)
+            file.reserved_bytes = room
+        return file.fd
+
+    def _room(self, reserved_bytes: int, size_bytes: int) -> int:
+        step = min(max(3 * reserved_bytes, FIRST_RESERVATION_BYTES), MAX_RESERVATION_STEP_BYTES)
+        return max(size_bytes, min(reserved_bytes + step, self.max_block_bytes))
+
+    async def _restage(self, file: LocalFile, keep_bytes: int, size_bytes: int) -> None:
+        room = self._room(0, max(keep_bytes, size_bytes))
+        staged = await self._blocks.stage(room)
+        try:
+            if keep_bytes:
+                await on_fd(self._runtime, file.block_fd, copy_start, staged.fd, keep_bytes)
+        except BaseException:
+            await self._abort(staged)
+            raise
+        file.set_block(-1)
+        file.staged, file.reserved_bytes, file.hashed = staged, room, None
+        file.hasher = None if keep_bytes else BlockHasher()
+
+    async def _hash(self, file: LocalFile) -> Hashed:
+        if file.hashed is None or file.hashed.changes != file.changes:
+            changes, size, mtime_ns = file.changes, file.size_bytes, os.fstat(file.fd).st_mtime_ns
+            if file.hasher is not None and file.hasher.length_bytes == size:
+                digest = file.hasher.digest()
+            else:
+                digest = await on_fd(self._runtime, file.fd, hash_fd, size)
+            file.hashed = Hashed(changes, size, mtime_ns, digest)
+        return file.hashed
+
+    async def _seal(self, file: LocalFile) -> SealedBlock:
+        if file.staged is None:
+            await self._restage(file, file.size_bytes, file.size_bytes)
+        assert file.staged is not None
+        hashed = await self._hash(file)
+        file.set_block(reopened(file.staged.fd, os.O_RDONLY))
+        staged, file.staged, file.reserved_bytes = file.staged, None, 0
+        try:
+            return await self._blocks.seal(staged, hashed.size_bytes, hash=hashed.hash, mtime_ns=hashed.mtime_ns)
+        except BaseException:
+            await self._abort(staged)
+            raise
+
+
+def write_all(fd: int, offset: int, data: bytes, hasher: BlockHasher | None) -> None:
+    written = os.pwrite(fd, data, offset)
+    while written < len(data):
+        written += os.pwrite(fd, memoryview(data)[written:], offset + written)
+    if hasher is not None:
+        hasher.update(data)
+
+
+def copy_start(source: int, target: int, size_bytes: int) -> None:
+    """The first bytes of one file to the start of another: shared extents where the file system has them, else in the kernel."""
+    at = 0
+    while at < size_bytes:
+        count = _copy_some(source, target, at, min(size_bytes - at, _COPY_BYTES))
+        if count == 0:
+            raise Stale("the file is shorter than it was")
+        at += count
+
+
+def _copy_some(source: int, target: int, at: int, size_bytes: int) -> int:
+    try:
+        return os.copy_file_range(source, target, size_bytes, at, at)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+    os.lseek(target, at, os.SEEK_SET)
+    return os.sendfile(target, source, at, size_bytes)

@@ -1,0 +1,44 @@
+"""One block on this worker."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvstore.core.types import Address, BlockId
+from kvstore.worker.disk import disk_bytes
+from kvstore.worker.volume import Volume
+
+FOUND = 0
+"""Session of blocks that were there at start: whoever wrote them, its grace starts with the worker."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Block:
+    """A sealed file. Changed on the loop only, by `Store`."""
+
+    address: Address
+    volume: Volume
+    session: int
+    """Who may still publish it, while it is not owned."""
+    since_s: float
+    """When it came here (monotonic)."""
+    owned: bool = False
+    """The master said that an entry lists it: only then it is a victim of eviction (rule 11)."""
+    verified: bool = False
+    """Hashed since the worker started; holds as long as its pages are in memory (rule 6)."""
+    leaving: bool = False
+    """Reported as "nowhere", about to be unlinked."""
+    shielded_until_s: float = 0.0
+    """Served to a peer, which is about to name itself a replica (rule 12)."""
+
+    @property
+    def id(self) -> BlockId:
+        return self.address.block
+
+    @property
+    def path(self) -> str:
+        return self.volume.block_path(self.address)
+
+    @property
+    def used_bytes(self) -> int:
+        return disk_bytes(self.address.length_bytes)

@@ -1,0 +1,80 @@
+"""The bytes of one volume: what is used, by whom, and what may still be given away. Pure; changed on the loop only."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(slots=True)
+class Books:
+    """All in bytes as a disk counts them (`disk.disk_bytes`). `used` never passes `capacity` by anything given away
+    here.
+    """
+
+    capacity: int
+    floor: int
+    """What the file system's other users keep."""
+    blocks: int = 0
+    staging: int = 0
+    """Per staging file the larger of its reservation and its actual size."""
+    held: int = 0
+    """Unlinked, but somebody still has it open (rule 8)."""
+    quarantine: int = 0
+    slack: int = 0
+    """What the file system had free above the floor at the last look, less what was given away since and not yet
+    written.
+    """
+
+    @property
+    def used(self) -> int:
+        return self.blocks + self.staging + self.held + self.quarantine
+
+    @property
+    def free(self) -> int:
+        return max(0, min(self.capacity - self.used, self.slack))
+
+    def take(self, size: int) -> None:
+        """Give `size` bytes away as staging."""
+        self.staging += size
+        self.slack -= size
+
+    def give_back(self, size: int) -> None:
+        """Staging that was unlinked, and nobody holds it."""
+        self.staging -= size
+        self.slack += size
+
+    def settle(self, taken: int, kept: int) -> None:
+        """Staging of `taken` bytes became a block of `kept`."""
+        self.staging -= taken
+        self.blocks += kept
+        self.slack += taken - kept
+
+    def free_block(self, size: int) -> None:
+        """A block was unlinked, and nobody holds it."""
+        self.blocks -= size
+        self.slack += size
+
+    def hold(self, blocks: int = 0, staging: int = 0) -> None:
+        """A block or staging was unlinked, and somebody still has it open."""
+        self.blocks -= blocks
+        self.staging -= staging
+        self.held += blocks + staging
+
+    def let_go(self, size: int) -> None:
+        """The last holder closed it."""
+        self.held -= size
+        self.slack += size
+
+    def look(self, disk_free: int, unwritten: int) -> None:
+        """What statvfs said; `unwritten` of what was given away will still be taken from it."""
+        self.slack = disk_free - self.floor - unwritten
+
+    def missing(self, size: int) -> int:
+        """Bytes to free before `size` can be given away; 0 or less when there is room."""
+        return size - min(self.capacity - self.used, self.slack)
+
+    def describe(self) -> str:
+        parts = (
+            f"{self.blocks} blocks, {self.staging} staging, {self.held} held by readers, {self.quarantine} quarantine"
+        )
+        return f"{self.used} of {self.capacity} bytes used: {parts}; {max(self.slack, 0)} free on disk above the floor"

@@ -1,0 +1,137 @@
+"""Blocks as raw frames, for whoever is not on this node. `service` puts these behind gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from kvstore.core.errors import Corrupt, InvalidRequest, KvError, TooLarge
+from kvstore.core.limits import FRAME_BYTES, fetch_timeout_s, open_timeout_s
+from kvstore.core.types import Replica
+from kvstore.pb import worker_pb2 as w
+from kvstore.rpc.entries import address_from_pb, address_to_pb
+from kvstore.rpc.metadata import Caller
+from kvstore.worker.disk import Disk
+from kvstore.worker.opener import Opener
+from kvstore.worker.report import REPORT_INTERVAL_S
+from kvstore.worker.seal import Sealer
+from kvstore.worker.sessions import Sessions
+from kvstore.worker.staging import Staging
+from kvstore.worker.store import Store
+
+M = TypeVar("M", bound=Message)
+SHIELD_S = 2 * REPORT_INTERVAL_S
+"""A block that a peer has just read stays: the peer is about to name itself a replica (rule 12)."""
+
+
+class Bulk:
+    def __init__(
+        self, store: Store, disk: Disk, sessions: Sessions, staging: Staging, sealer: Sealer, opener: Opener
+    ) -> None:
+        self._store, self._disk, self._sessions = store, disk, sessions
+        self._staging, self._sealer, self._opener = staging, sealer, opener
+
+    async def read(self, data: bytes, caller: Caller) -> AsyncIterator[bytes]:
+        """`data` is a ReadRequest; yields the bytes asked for in frames of at most FRAME_BYTES.
+
+        Raises NotFound, Stale, Corrupt, Unavailable, Timeout; InvalidRequest for a range outside of the block.
+        """
+        request = _parse(w.ReadRequest, data)
+        address = address_from_pb(request.address)
+        first, end = request.offset_bytes, request.offset_bytes + request.size_bytes
+        end = end if request.size_bytes else address.length_bytes
+        if not first <= end <= address.length_bytes:
+            raise InvalidRequest(f"bytes {first} to {end} are not in a block of {address.length_bytes}")
+        replicas = [Replica(r.volume, r.tier, r.node, r.endpoint) for r in request.replicas]
+        timeout_s = fetch_timeout_s(address.length_bytes) if replicas else open_timeout_s(address.length_bytes)
+        opened = await self._opener.open(address, replicas, timeout_s)
+        reader = _Reader(self._store, self._disk, opened.fd, first, end)
+        try:
+            async for frame in reader:
+                yield frame
+                self._store.counters.read_bytes += len(frame)
+        except OSError as error:
+            raise Corrupt(f"{address}: reading failed: {error.strerror}") from None
+        finally:
+            await reader.close()
+        if block := self._store.get(address.block):
+            block.shielded_until_s = self._store.runtime.monotonic_s() + SHIELD_S
+
+    async def write(self, frames: AsyncIterator[bytes], caller: Caller) -> w.WriteReply:
+        """The first frame is a WriteRequest, the others are the block's bytes. It belongs to the request's session.
+
+        Raises InvalidRequest, TooLarge, NoSpace, Corrupt when the bytes are not what the request said.
+        """
+        request = _parse(w.WriteRequest, await anext(frames, b""))
+        session = request.session or caller.session
+        if not session:
+            raise InvalidRequest("a write names its session")
+        if not request.length_bytes > 0:
+            raise InvalidRequest("an empty file is no block: publish the name without an address")
+        if request.length_bytes > self._staging.max_block_bytes:
+            raise TooLarge(f"{request.length_bytes} bytes are too many; at most {self._staging.max_block_bytes}")
+        self._sessions.enter(session)
+        try:
+            return await self._receive(request, session, frames)
+        finally:
+            self._sessions.leave(session, self._store.runtime.monotonic_s())  # its grace begins
+
+    async def _receive(self, request: w.WriteRequest, session: int, frames: AsyncIterator[bytes]) -> w.WriteReply:
+        async with self._staging.private(request.length_bytes) as (staged, sink):
+            try:
+                async for frame in frames:
+                    if sink.length_bytes + len(frame) > request.length_bytes:
+                        raise InvalidRequest(f"more than the {request.length_bytes} bytes that were announced")
+                    await sink.write(frame)
+            except OSError as error:
+                raise self._store.explain(staged.volume, error, "writing a block") from None
+            if sink.length_bytes != request.length_bytes:
+                raise InvalidRequest(f"{sink.length_bytes} of {request.length_bytes} bytes arrived")
+            digest = sink.digest()
+            if digest != request.hash:
+                raise Corrupt("the bytes that arrived differ from their hash; send them again")
+            block = await self._sealer.install(staged, session, digest, request.length_bytes)
+        return w.WriteReply(address=address_to_pb(block.address), volume=block.volume.id)
+
+
+class _Reader:
+    """Frames of a file, read in threads, one ahead of what was asked for."""
+
+    def __init__(self, store: Store, disk: Disk, fd: int, first: int, end: int) -> None:
+        self._store, self._disk, self._fd, self._at, self._end = store, disk, fd, first, end
+        self._ahead: asyncio.Future[bytes] | None = None
+
+    def __aiter__(self) -> _Reader:
+        return self
+
+    async def __anext__(self) -> bytes:
+        ahead = self._ahead or self._read()
+        if ahead is None:
+            raise StopAsyncIteration
+        frame = await ahead
+        if not frame:
+            raise KvError("a block became shorter while it was read")
+        self._at += len(frame)
+        self._ahead = self._read()
+        return frame
+
+    async def close(self) -> None:
+        if self._ahead is not None:
+            await asyncio.wait([self._ahead])
+        self._disk.close(self._fd)
+
+    def _read(self) -> asyncio.Future[bytes] | None:
+        size = min(FRAME_BYTES, self._end - self._at)
+        if size == 0:
+            return None
+        return asyncio.ensure_future(self._store.runtime.in_thread(self._disk.read, self._fd, size, self._at))
+
+
+def _parse(kind: type[M], data: bytes) -> M:
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise InvalidRequest(f"the first frame is not a {kind.__name__}") from None

@@ -1,0 +1,155 @@
+"""Eviction (rule 12) and every other way in which a block's file goes away."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from kvstore.core.types import BlockId
+from kvstore.worker import lease
+from kvstore.worker.background import Background
+from kvstore.worker.block import Block
+from kvstore.worker.disk import Disk
+from kvstore.worker.held import HeldFiles, unlink_watched
+from kvstore.worker.lease import Holders
+from kvstore.worker.store import Store
+from kvstore.worker.volume import Volume
+
+MAX_VICTIMS = 256
+"""Blocks in one round: one report, a few milliseconds of unlinks."""
+BATCH_SHARE = 64
+"""A round may free up to 1/64 of the capacity more than was asked for, so that not every put costs a round."""
+
+
+class Candidate(NamedTuple):
+    size_bytes: int
+    is_held: bool
+
+
+def choose(candidates: Sequence[Candidate], need_bytes: int, extra_bytes: int) -> list[int]:
+    """Indexes of the victims among candidates that come coldest first.
+
+    Blocks nobody holds go first: the bytes of a held one are free only when its last reader closes it. Stops as soon
+    as `need_bytes` are reached, and then takes more only while the sum stays within `extra_bytes` above that.
+    """
+    order = sorted(range(len(candidates)), key=lambda i: candidates[i].is_held)  # stable: cold before hot
+    victims, total = [], 0
+    for i in order:
+        size, is_held = candidates[i]
+        if total >= need_bytes and (is_held or total + size > need_bytes + extra_bytes):
+            break
+        victims.append(i)
+        total += size
+    return victims
+
+
+class Evictor:
+    """`announce` reports blocks as "nowhere" and returns whether the master has taken it."""
+
+    def __init__(
+        self,
+        store: Store,
+        disk: Disk,
+        held: HeldFiles,
+        background: Background,
+        announce: Callable[[Sequence[BlockId]], Awaitable[bool]],
+    ) -> None:
+        self._store, self._disk, self._held = store, disk, held
+        self._background, self._announce = background, announce
+
+    async def make_room(self, volume: Volume, need_bytes: int) -> int:
+        """Evict the coldest owned blocks of a volume; returns the bytes unlinked (some may still be held by readers).
+
+        The round goes on when its caller is cancelled.
+        """
+        return await self._background.run(self._round(volume, need_bytes))
+
+    async def _round(self, volume: Volume, need_bytes: int) -> int:
+        extra = volume.books.capacity // BATCH_SHARE
+        blocks = self._candidates(volume, need_bytes + extra)
+        held = await self._store.runtime.in_thread(self._probe, [block.path for block in blocks])
+        candidates = [Candidate(block.used_bytes, is_held) for block, is_held in zip(blocks, held, strict=True)]
+        return await self.evict([blocks[i] for i in choose(candidates, need_bytes, extra)])
+
+    def _candidates(self, volume: Volume, size_bytes: int) -> list[Block]:
+        """Twice what is needed, so that there is a choice between held and not held; the coldest first."""
+        now = self._store.runtime.monotonic_s()
+        fair = (b for b in self._store.coldest(volume) if b.owned and not b.leaving and b.shielded_until_s <= now)
+        found, total = [], 0
+        for block in itertools.islice(fair, MAX_VICTIMS):
+            found.append(block)
+            total += block.used_bytes
+            if total >= 2 * size_bytes:
+                break
+        return found
+
+    def _probe(self, paths: Iterable[str]) -> list[bool]:
+        return [self._is_held(path) for path in paths]
+
+    def _is_held(self, path: str) -> bool:
+        try:
+            fd = self._disk.open_read(path)
+        except OSError:
+            return False
+        try:
+            return lease.holders(fd) is Holders.SOME
+        finally:
+            self._disk.close(fd)
+
+    async def evict(self, blocks: Sequence[Block]) -> int:
+        """Say that they are nowhere, await the reply, unlink. Without a master the cap still holds: unlink, report
+        later.
+        """
+        going = [block for block in blocks if not block.leaving and self._store.get(block.id) is block]
+        if not going:
+            return 0
+        for block in going:
+            block.leaving = True
+        await self._announce([block.id for block in going])
+        freed = await self._drop(going)
+        self._store.counters.evictions += len(going)
+        self._store.counters.evicted_bytes += freed
+        return freed
+
+    async def drop(self, blocks: Sequence[Block]) -> int:
+        """Unlink blocks that are dead; the next report says so."""
+        going = [block for block in blocks if not block.leaving and self._store.get(block.id) is block]
+        for block in going:
+            block.leaving = True
+        return await self._drop(going)
+
+    async def _drop(self, blocks: Sequence[Block]) -> int:
+        results = await self._store.runtime.in_thread(self._unlink, [block.path for block in blocks])
+        freed = sum(self._gone(block, result) for block, result in zip(blocks, results, strict=True))
+        self._store.on_free()
+        return freed
+
+    def _unlink(self, paths: Iterable[str]) -> list[int | OSError | None]:
+        results: list[int | OSError | None] = []
+        for path in paths:
+            try:
+                results.append(unlink_watched(self._disk, path))
+            except OSError as error:
+                results.append(error)
+        return results
+
+    def _gone(self, block: Block, result: int | OSError | None) -> int:
+        """The books after one unlink; returns the bytes that left the volume's blocks."""
+        if isinstance(result, OSError):
+            block.leaving = False
+            self._store.explain(block.volume, result, "unlinking a block")
+            self._store.on_change(block.id)
+            return 0
+        books, size = block.volume.books, block.used_bytes
+        self._store.forget(block)
+        if result is None:
+            books.free_block(size)
+        else:
+            books.hold(blocks=size)
+            self._held.add(result, lambda: self._let_go(block.volume, size))
+        return size
+
+    def _let_go(self, volume: Volume, size_bytes: int) -> None:
+        volume.books.let_go(size_bytes)
+        self._store.on_free()

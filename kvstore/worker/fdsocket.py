@@ -1,0 +1,325 @@
+"""The worker's Unix socket: SOCK_SEQPACKET, one message a request, open file descriptors beside the answers.
+
+Own non-blocking sockets with `loop.add_reader`: asyncio's streams cannot pass fds, and `loop.sock_recv` drops them
+silently. Nobody waits for a client that does not read: its answers queue, bounded, and it gets no further requests
+served until they went.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import collections
+import contextlib
+import errno
+import logging
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from kvstore.core import sockproto as sp
+from kvstore.core.errors import Denied, InvalidRequest, KvError, Overloaded
+from kvstore.core.limits import MAX_SOCKET_CLIENTS, MAX_SOCKET_MESSAGE_BYTES
+
+log = logging.getLogger(__name__)
+MAX_OUTSTANDING = 64
+"""Requests of one connection that are not answered yet, counting answers it has not read."""
+BACKLOG = 256
+ACCEPT_PAUSE_S = 0.1
+"""When no fd is left for one more client."""
+_KERNEL_MAX_FDS = 253
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_KERNEL_MAX_FDS * array.array("i").itemsize)
+
+
+class Answer(NamedTuple):
+    """The server closes the fds after sending."""
+
+    body: sp.Message
+    fds: Sequence[int] = ()
+
+
+class Handler(Protocol):
+    """Serves requests; `session` is the one that the connection's hello named."""
+
+    def hello(self, hello: sp.Hello) -> sp.HelloReply:
+        """Raises KvError for who is not welcome."""
+
+    def enter(self, session: int) -> None: ...
+
+    def leave(self, session: int) -> None: ...
+
+    def serve_now(self, session: int, request: sp.Request) -> Answer | None:
+        """The answer if it needs no waiting: no task is made for it."""
+
+    async def serve(self, session: int, request: sp.Request) -> Answer: ...
+
+
+class _Connection:
+    """One client.
+
+    session      named by its hello, None before
+    outstanding  requests without an answer on its way
+    queue        answers that did not fit into the socket
+    closing      no further request is read; ends when the queue is empty
+    """
+
+    def __init__(self, server: FdServer, sock: socket.socket) -> None:
+        self._server, self._sock, self._loop = server, sock, asyncio.get_running_loop()
+        self._fd = sock.fileno()
+        self._session: int | None = None
+        self._outstanding = 0
+        self._queue: collections.deque[tuple[bytes, Sequence[int]]] = collections.deque()
+        self._reading = self._closing = self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._read_on()
+
+    def close(self) -> None:
+        """Work under way goes on (it touches files); its answers go nowhere."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.remove_reader(self._fd)
+        self._loop.remove_writer(self._fd)
+        self._sock.close()
+        for _, fds in self._queue:
+            close_all(fds)
+        self._queue.clear()
+        self._server.closed(self, self._session)
+
+    async def finish(self) -> None:
+        """Close, and await what runs."""
+        self.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _read_on(self) -> None:
+        wanted = not self._closing and self._outstanding + len(self._queue) < MAX_OUTSTANDING
+        if wanted and not self._reading:
+            self._loop.add_reader(self._fd, self._readable)
+        elif not wanted and self._reading:
+            self._loop.remove_reader(self._fd)
+        self._reading = wanted
+
+    def _readable(self) -> None:
+        """One message; the loop comes back for more, after others had their turn."""
+        try:
+            data, ancillary, flags, _ = self._sock.recvmsg(
+                MAX_SOCKET_MESSAGE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return
+        except OSError:
+            self.close()
+            return
+        close_all(_received_fds(ancillary))  # nobody asked for them
+        if not data:
+            self.close()
+            return
+        if flags & socket.MSG_TRUNC:
+            error = InvalidRequest(
+                f"a message is longer than {MAX_SOCKET_MESSAGE_BYTES} bytes; ask for fewer blocks at once"
+            )
+            self._last_word(0, error)
+            return
+        self._take(data)
+
+    def _take(self, data: bytes) -> None:
+        try:
+            request_id, request = sp.decode_request(data)
+        except InvalidRequest as error:
+            self._last_word(0, error)
+            return
+        if isinstance(request, sp.Hello):
+            self._greet(request_id, request)
+        elif self._session is None:
+            self._last_word(request_id, Denied("the first message of a connection is hello"))
+        else:
+            self._serve(request_id, self._session, request)
+
+    def _greet(self, request_id: int, hello: sp.Hello) -> None:
+        try:
+            if self._session is not None:
+                raise InvalidRequest("a connection has one hello")
+            reply = self._server.handler.hello(hello)
+        except KvError as error:
+            self._last_word(request_id, error)
+            return
+        self._session = hello.session
+        self._server.handler.enter(hello.session)
+        self._send(sp.encode_reply(request_id, reply), ())
+
+    def _serve(self, request_id: int, session: int, request: sp.Request) -> None:
+        try:
+            answer = self._server.handler.serve_now(session, request)
+        except KvError as error:
+            self._send(sp.encode_error(request_id, error), ())
+            return
+        if answer is not None:
+            self._send(sp.encode_reply(request_id, answer.body), answer.fds)
+            return
+        self._outstanding += 1
+        task = self._loop.create_task(self._serve_later(request_id, session, request))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._read_on()
+
+    async def _serve_later(self, request_id: int, session: int, request: sp.Request) -> None:
+        fds: Sequence[int] = ()
+        try:
+            answer = await self._server.handler.serve(session, request)
+            data, fds = sp.encode_reply(request_id, answer.body), answer.fds
+        except KvError as error:
+            data = sp.encode_error(request_id, error)
+        except Exception:
+            log.exception("internal error while serving %s", type(request).__name__)
+            data = sp.encode_error(request_id, KvError("internal error; the worker's log has the trace"))
+        self._outstanding -= 1
+        self._send(data, fds)
+
+    def _last_word(self, request_id: int, error: KvError) -> None:
+        """Answer, and hang up: whoever sent this does not speak the protocol, or is not welcome."""
+        self._closing = True
+        self._send(sp.encode_error(request_id, error), ())
+
+    def _send(self, data: bytes, fds: Sequence[int]) -> None:
+        if self._closed:
+            close_all(fds)
+            return
+        self._queue.append((data, fds))
+        if len(self._queue) == 1:
+            self._flush()
+        self._after_send()
+
+    def _writable(self) -> None:
+        self._flush()
+        self._after_send()
+
+    def _after_send(self) -> None:
+        if self._closed:
+            return
+        if self._closing and not self._queue:
+            self.close()
+            return
+        self._read_on()
+
+    def _flush(self) -> None:
+        """Send what the socket takes; wait for the rest to be readable by the client."""
+        while self._queue:
+            data, fds = self._queue[0]
+            try:
+                self._sock.sendmsg([data], _ancillary(fds))
+            except BlockingIOError:
+                self._loop.add_writer(self._fd, self._writable)
+                return
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS:
+                    self.close()
+                    return
+                # Fds in flight to this user's processes are at their limit: it must read first.
+                close_all(fds)
+                self._queue[0] = (_overloaded(data), ())
+                continue
+            self._queue.popleft()
+            close_all(fds)  # our own copy: whoever holds the block is found out by its leases
+        self._loop.remove_writer(self._fd)
+
+
+class FdServer:
+    """Listens on `path`; a socket that an earlier worker left is replaced in one step."""
+
+    def __init__(self, path: str, mode: int, handler: Handler) -> None:
+        self.path, self.handler = path, handler
+        self._mode = mode
+        self._connections: set[_Connection] = set()
+        self._sock: socket.socket | None = None
+        self._inode = 0
+        self._resuming: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Raises OSError when there is no place for the socket."""
+        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+        # A short name beside it: the path itself may use all of its 107 bytes.
+        temporary = os.path.join(os.path.dirname(self.path), f".{os.getpid() % 10**6}")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            sock.bind(temporary)
+            os.chmod(temporary, self._mode)
+            sock.listen(BACKLOG)
+            os.rename(temporary, self.path)
+        except BaseException:
+            sock.close()
+            raise
+        self._sock, self._inode = sock, os.stat(self.path).st_ino
+        asyncio.get_running_loop().add_reader(sock.fileno(), self._acceptable)
+
+    async def close(self) -> None:
+        """Stop listening and drop all connections; what runs comes to its end."""
+        if self._sock is None:
+            return
+        if self._resuming is not None:
+            self._resuming.cancel()
+        asyncio.get_running_loop().remove_reader(self._sock.fileno())
+        self._sock.close()
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(self.path).st_ino == self._inode:  # else another worker has taken the place
+                os.unlink(self.path)
+        await asyncio.gather(*(connection.finish() for connection in tuple(self._connections)))
+
+    def closed(self, connection: _Connection, session: int | None) -> None:
+        self._connections.discard(connection)
+        if session is not None:
+            self.handler.leave(session)
+
+    def _acceptable(self) -> None:
+        assert self._sock is not None
+        try:
+            sock, _ = self._sock.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:
+            log.error("cannot accept a client: %s", error.strerror)
+            self._pause()
+            return
+        sock.setblocking(False)
+        if len(self._connections) >= MAX_SOCKET_CLIENTS:
+            refuse(sock)
+            return
+        self._connections.add(_Connection(self, sock))
+
+    def _pause(self) -> None:
+        """A listening socket stays readable: without a pause the loop would spin."""
+        assert self._sock is not None
+        loop, fd = asyncio.get_running_loop(), self._sock.fileno()
+        loop.remove_reader(fd)
+        self._resuming = loop.call_later(ACCEPT_PAUSE_S, loop.add_reader, fd, self._acceptable)
+
+
+def refuse(sock: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        sock.send(sp.encode_error(0, Overloaded(f"the worker has {MAX_SOCKET_CLIENTS} clients already; retry later")))
+    sock.close()
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _ancillary(fds: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+
+
+def _received_fds(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds.tolist()
+
+
+def _overloaded(data: bytes) -> bytes:
+    """The error answer in place of an answer whose fds cannot be sent."""
+    request_id, _ = sp.decode_reply(data)
+    return sp.encode_error(request_id, Overloaded("too many fds are on their way to your processes; read your answers"))

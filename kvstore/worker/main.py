@@ -1,0 +1,141 @@
+"""The process ``kvstore worker``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+
+from kvstore import __version__
+from kvstore.config import Config, WorkerConfig
+from kvstore.core.errors import Unavailable
+from kvstore.obs import notify
+from kvstore.obs.http import HttpServer, health_routes
+from kvstore.obs.metrics import Metrics
+from kvstore.runtime import SystemRuntime
+from kvstore.worker import metrics as worker_metrics
+from kvstore.worker.disk import Disk
+from kvstore.worker.worker import Settings, VolumeSettings, Worker, open_volumes
+
+log = logging.getLogger(__name__)
+JOIN_WAIT_S = 2.0
+"""Ready means that puts and gets work; without a master we say so all the same after this long."""
+FD_LIMIT = 1 << 20
+
+
+def run(config: Config, *, accept_rollback: bool = False) -> None:
+    """Run until SIGTERM or SIGINT. Raises KvError with the one line for the operator."""
+    # A conflicting open while a lease is held sends SIGIO, whose default is to kill (rule 5).
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
+    raise_fd_limit()
+    uvloop.run(serve(settings_of(config.worker, accept_rollback)))
+
+
+async def serve(settings: Settings) -> None:
+    runtime, disk = SystemRuntime(name="kvstore-worker"), Disk()
+    stopped = _on_signals()
+    http = HttpServer({})
+    try:
+        volumes = await open_volumes(settings, runtime, disk)
+        worker = Worker(settings, runtime, volumes, disk)
+        http, address = await _start_http(settings.http, worker)
+        worker.settings = settings._replace(http=address)
+        try:
+            await _start(worker)
+            await _until_stopped(worker, stopped)
+        finally:
+            notify.stopping()
+            await worker.stop()
+            await http.close()
+    finally:
+        runtime.close()
+
+
+async def _start(worker: Worker) -> None:
+    try:
+        await worker.start()
+    except OSError as error:
+        raise Unavailable(f"{worker.settings.socket}: cannot listen there: {error.strerror}") from None
+    try:
+        async with asyncio.timeout(JOIN_WAIT_S):
+            await worker.joined.wait()
+    except TimeoutError:
+        log.warning("no master at %s yet; trying on", ",".join(worker.settings.master))
+    log.info("worker %s is ready at %s and %s", worker.settings.node, worker.endpoint, worker.settings.socket)
+    notify.ready(endpoint=worker.endpoint, http=worker.settings.http, socket=worker.settings.socket)
+
+
+async def _until_stopped(worker: Worker, stopped: asyncio.Event) -> None:
+    """Raises what the worker was refused with."""
+    stop = asyncio.ensure_future(stopped.wait())
+    waits: set[asyncio.Future[Any]] = {stop, worker.refused}
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if worker.refused.done():
+        raise worker.refused.result()
+    log.info("stopping")
+
+
+async def _start_http(listen: str, worker: Worker) -> tuple[HttpServer, str]:
+    """Metrics and health; the address it was really bound to, "" when it is off."""
+    metrics = Metrics("worker", __version__)
+    worker_metrics.watch(metrics, worker.store, worker.counters, worker.staging, worker.sessions)
+    server = HttpServer(health_routes(metrics, _alive(worker), _ready(worker)))
+    if not listen:
+        return server, ""
+    host, _, port = listen.rpartition(":")
+    try:
+        bound = await server.start(host.strip("[]"), int(port))
+    except OSError as error:
+        raise Unavailable(f"worker.http: cannot listen on {listen}: {error.strerror}") from None
+    return server, f"{host}:{bound}"
+
+
+def _alive(worker: Worker) -> Callable[[], str | None]:
+    return lambda: None if worker.store.in_service else "no volume is in service"
+
+
+def _ready(worker: Worker) -> Callable[[], str | None]:
+    return lambda: None if worker.joined.is_set() else "no master has been met yet"
+
+
+def _on_signals() -> asyncio.Event:
+    stopped = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    return stopped
+
+
+def raise_fd_limit() -> None:
+    """Each client that has a block open in flight, and each evicted block somebody holds, costs one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FD_LIMIT if hard == resource.RLIM_INFINITY else min(FD_LIMIT, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def settings_of(config: WorkerConfig, accept_rollback: bool = False) -> Settings:
+    """Configuration → what a worker needs. Raises InvalidRequest."""
+    return Settings(
+        node=config.effective_node_id,
+        master=endpoints_of(config.master),
+        listen=str(config.listen_address),
+        advertise=config.advertise,
+        socket=config.socket,
+        socket_mode=config.socket_mode_bits,
+        session_grace_s=config.session_grace_s,
+        full_report_s=config.full_report_s,
+        volumes=[VolumeSettings(v.tier, v.path, v.capacity_bytes, v.free_floor_bytes) for v in config.volumes],
+        http=str(config.http_address or ""),
+        accept_rollback=accept_rollback,
+    )
+
+
+def endpoints_of(url: str) -> list[str]:
+    """``kvstore://host:port[,host:port][/root]`` → the endpoints."""
+    return url.partition("://")[2].partition("/")[0].split(",")

@@ -1,0 +1,110 @@
+"""Fresh read-only fds of blocks: what is here and good at once, the rest after verifying or fetching it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvstore.core.errors import Corrupt, KvError, NotFound, Timeout
+from kvstore.core.limits import open_timeout_s
+from kvstore.core.types import Address, Replica
+from kvstore.worker.block import Block
+from kvstore.worker.disk import Disk
+from kvstore.worker.fetch import Fetcher
+from kvstore.worker.store import Store
+from kvstore.worker.verify import Verifier
+
+
+class OpenBlock(NamedTuple):
+    """An fd that its receiver closes."""
+
+    fd: int
+    local: bool
+    """The block was here already."""
+
+
+class Opener:
+    """Every fd is an `open()` of its own (rule 8)."""
+
+    def __init__(self, store: Store, disk: Disk, verifier: Verifier, fetcher: Fetcher) -> None:
+        self._store, self._disk, self._verifier, self._fetcher = store, disk, verifier, fetcher
+
+    def open_now(self, address: Address) -> OpenBlock | None:
+        """The hot path: a block that is here, verified and in memory. No await, no thread. Raises Stale."""
+        block = self._store.find(address)
+        if block is None or not block.verified:
+            return None
+        try:
+            fd = self._disk.open_read(block.path)
+        except OSError:
+            return None  # the slow path finds out what it was
+        try:
+            is_good = self._verifier.is_good(block, fd)
+        except OSError:
+            is_good = False
+        if not is_good:
+            self._disk.close(fd)
+            return None
+        return self._opened(block, fd)
+
+    async def open(self, address: Address, replicas: Sequence[Replica], timeout_s: float) -> OpenBlock:
+        """The block, wherever it is. Raises NotFound, Stale, Corrupt, Unavailable, Timeout, Overloaded."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._open(address, replicas)
+        except TimeoutError:
+            self._store.counters.misses += 1
+            raise Timeout(f"{address}: not opened within {timeout_s:g} s") from None
+        except KvError:
+            self._store.counters.misses += 1
+            raise
+
+    async def _open(self, address: Address, replicas: Sequence[Replica]) -> OpenBlock:
+        if opened := self.open_now(address):
+            return opened
+        failure: KvError = NotFound(f"{address}: not on this worker", reason="no_replica")
+        block = await self._find(address)
+        if block is not None:
+            try:
+                return await self._open_here(block)
+            except (Corrupt, NotFound) as error:
+                failure = error
+        self._store.miss(address)
+        if not replicas:
+            raise failure
+        return OpenBlock(await self._fetcher.fetch(address, replicas), local=False)
+
+    async def _find(self, address: Address) -> Block | None:
+        block = self._store.find(address)
+        if block is None and not self._store.scanned.is_set():
+            block = await self._store.adopt(address)
+        return block
+
+    async def _open_here(self, block: Block) -> OpenBlock:
+        """Verify unless it is good as it is, then open."""
+        async with asyncio.timeout(open_timeout_s(block.address.length_bytes)):
+            if not block.verified or not await self._is_resident(block):
+                await self._verifier.verify(block)
+            fd = await self._open_file(block)
+        return self._opened(block, fd)
+
+    async def _is_resident(self, block: Block) -> bool:
+        fd = await self._open_file(block)
+        try:
+            return self._verifier.is_good(block, fd)
+        finally:
+            self._disk.close(fd)
+
+    async def _open_file(self, block: Block) -> int:
+        try:
+            return await self._store.runtime.in_thread(self._disk.open_read, block.path)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                self._verifier.vanished(block)
+            raise self._store.explain(block.volume, error, f"opening {block.address}") from None
+
+    def _opened(self, block: Block, fd: int) -> OpenBlock:
+        self._store.touch(block)
+        self._store.counters.hits += 1
+        return OpenBlock(fd, local=True)

@@ -1,0 +1,106 @@
+"""Room on the volumes: whoever wants bytes gets them here, by their real size, or is told that there are none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+from kvstore.core.errors import NoSpace, Unavailable
+from kvstore.worker.disk import disk_bytes
+from kvstore.worker.evict import Evictor
+from kvstore.worker.store import Store
+from kvstore.worker.volume import Volume
+
+RETRY_S = 0.05
+"""Wait for room nobody announced (other programs of the disk freed some) no longer than this before looking again."""
+
+
+class Room:
+    """`look(volume)` brings the books up to what the disk says; set by whoever wires the worker (staging needs room
+    first).
+    """
+
+    def __init__(self, store: Store, evictor: Evictor) -> None:
+        self._store, self._evictor = store, evictor
+        self.look: Callable[[Volume], Awaitable[None]] = _no_look
+        self._turns = {volume.id: asyncio.Lock() for volume in store.volumes}
+        self._freed = asyncio.Event()
+
+    def freed(self) -> None:
+        """Room may have appeared: whoever waits looks again."""
+        self._freed.set()
+
+    async def take(self, size_bytes: int, timeout_s: float, *, memory: bool = False) -> Volume:
+        """A volume that now has `size_bytes` (as a disk counts them) in its books as staging.
+
+        `memory` allows volumes of the tier mem: only the worker itself writes there (rule 7). Evicts where it must.
+        Raises NoSpace, Unavailable when no volume is in service.
+        """
+        need = disk_bytes(size_bytes)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._store.scanned.wait()  # until then the books do not know what is there
+                while True:
+                    for volume in (volumes := self._candidates(need, memory)):
+                        if volume.books.free >= need:
+                            volume.books.take(need)
+                            return volume
+                    await self._make_room(max(volumes, key=_could_be_free), need)
+        except TimeoutError:
+            raise self._no_space(size_bytes, self._store.in_service) from None
+
+    async def grow(self, volume: Volume, more_bytes: int, timeout_s: float) -> None:
+        """The same on the volume where the file already lies."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while volume.books.free < more_bytes:
+                    if more_bytes > volume.books.capacity:
+                        raise self._no_space(more_bytes, [volume])
+                    await self._make_room(volume, more_bytes)
+        except TimeoutError:
+            raise self._no_space(more_bytes, [volume]) from None
+        volume.books.take(more_bytes)
+
+    def _candidates(self, need: int, memory: bool) -> list[Volume]:
+        """Volumes that could hold it: for a fetch the fastest first, for a client the freest first."""
+        usable = [v for v in self._store.in_service if memory or v.tier != "mem"]
+        if not usable:
+            raise Unavailable("no volume of this worker is in service; its log says why")
+        large = [v for v in usable if v.books.capacity >= need]
+        if not large:
+            raise self._no_space(need, usable)
+        return large if memory else sorted(large, key=lambda v: -v.books.free)
+
+    async def _make_room(self, volume: Volume, need: int) -> None:
+        """One round of eviction, one at a time on each volume; returns when it is worth looking again."""
+        async with self._turns[volume.id]:
+            await self.look(volume)
+            missing = volume.books.missing(need)
+            if missing <= 0:
+                return
+            self._freed.clear()
+            if await self._evictor.make_room(volume, missing) and volume.books.missing(need) <= 0:
+                return
+        await self._wait()
+
+    async def _wait(self) -> None:
+        try:
+            async with asyncio.timeout(RETRY_S):
+                await self._freed.wait()
+        except TimeoutError:
+            pass
+
+    def _no_space(self, size_bytes: int, volumes: Sequence[Volume]) -> NoSpace:
+        each = "; ".join(f"{v.path}: {v.books.describe()}" for v in volumes)
+        return NoSpace(
+            f"no room for {size_bytes} bytes and nothing to evict ({each}); retry later or raise the capacity"
+        )
+
+
+async def _no_look(volume: Volume) -> None:
+    return
+
+
+def _could_be_free(volume: Volume) -> int:
+    """What eviction could free at best."""
+    return volume.books.blocks + volume.books.free

@@ -1,0 +1,146 @@
+"""Seal: from a staging file to a block (rule 5). What anyone can still write is never sealed; a copy of it is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from kvstore.core.errors import InvalidRequest, TooLarge
+from kvstore.core.limits import LEASE_WAIT_S
+from kvstore.core.types import Address, BlockId
+from kvstore.worker import lease
+from kvstore.worker.background import Background
+from kvstore.worker.block import Block
+from kvstore.worker.disk import Disk, FileState
+from kvstore.worker.filehash import hash_file
+from kvstore.worker.lease import Holders
+from kvstore.worker.staging import PRIVATE, Staged, Staging
+from kvstore.worker.store import Store
+
+PROBE_S = 0.005
+"""Between two looks at a file that is still open for writing; LEASE_WAIT_S of them, then a copy."""
+
+
+class Claim(NamedTuple):
+    """The hash that a client took, and the state of the file at that moment: it stands only if that still holds."""
+
+    hash: int
+    size_bytes: int
+    mtime_ns: int
+
+
+class Sealer:
+    """Every seal runs to its end, whoever asked for it: a file renamed and not recorded would be lost."""
+
+    def __init__(self, store: Store, disk: Disk, staging: Staging, background: Background) -> None:
+        self._store, self._disk, self._staging, self._background = store, disk, staging, background
+
+    async def seal(self, staged: Staged, claim: Claim | None) -> Block:
+        """The staging file becomes a block, or, while somebody can still write it, a copy does and the file goes.
+
+        Raises InvalidRequest for an empty file, TooLarge, NoSpace (copy), Unavailable. Then the file stays in staging.
+        """
+        staged.busy = True  # here, not in the task: two requests may arrive together
+        return await self._background.run(self._claimed(staged, claim, keep=False))
+
+    async def seal_copy(self, staged: Staged) -> Block:
+        """A copy of the file becomes a block; the file stays in staging and goes on being written."""
+        staged.busy = True
+        return await self._background.run(self._claimed(staged, None, keep=True))
+
+    async def install(self, staged: Staged, session: int, address_hash: int, length_bytes: int) -> Block:
+        """A private file whose bytes the worker itself has written and hashed becomes a block of a new id."""
+        staged.busy = True
+        block = self._store.fences.mint()
+        return await self._background.run(self._rename(staged, Address(block, length_bytes, address_hash), session))
+
+    async def install_replica(self, staged: Staged, address: Address) -> Block:
+        """A private file that holds a block fetched from a peer takes its place here."""
+        staged.busy = True
+        return await self._background.run(self._rename(staged, address, PRIVATE))
+
+    async def _claimed(self, staged: Staged, claim: Claim | None, *, keep: bool) -> Block:
+        try:
+            block = await self._seal(staged, claim, keep)
+        except BaseException:
+            staged.busy = False
+            raise
+        staged.busy = not keep  # what was sealed stays busy: nobody reserves for it any more
+        return block
+
+    async def _seal(self, staged: Staged, claim: Claim | None, keep: bool) -> Block:
+        try:
+            fd = await self._store.runtime.in_thread(self._disk.open_read, staged.path)
+        except OSError as error:
+            raise self._store.explain(staged.volume, error, "opening a staging file") from None
+        try:
+            self._checked(fd)
+            if keep or not await self._nobody_writes(fd):
+                return await self._copied(staged, fd, keep)
+            state = self._checked(fd)
+            return await self._rename(staged, await self._address(staged, fd, state, claim), staged.session)
+        finally:
+            self._disk.close(fd)
+
+    def _checked(self, fd: int) -> FileState:
+        state = self._disk.fstat(fd)
+        if state.size_bytes == 0:
+            raise InvalidRequest(
+                "an empty file is no block: publish the name without an address, and abort the staging"
+            )
+        if state.size_bytes > self._staging.max_block_bytes:
+            raise TooLarge(
+                f"{state.size_bytes} bytes are too many for a block; at most {self._staging.max_block_bytes}"
+            )
+        return state
+
+    async def _nobody_writes(self, fd: int) -> bool:
+        """Whether the last writer has gone; waits for it for LEASE_WAIT_S (a close may still be on its way)."""
+        runtime = self._store.runtime
+        end = runtime.monotonic_s() + LEASE_WAIT_S
+        while (found := lease.writers(fd)) is Holders.SOME and runtime.monotonic_s() < end:
+            await runtime.sleep(PROBE_S)
+        return found is Holders.NONE
+
+    async def _address(self, staged: Staged, fd: int, state: FileState, claim: Claim | None) -> Address:
+        if claim is not None and (claim.size_bytes, claim.mtime_ns) == (state.size_bytes, state.mtime_ns):
+            digest = claim.hash
+        else:
+            digest = await self._hash(staged, fd, state.size_bytes)
+        return Address(self._store.fences.mint(), state.size_bytes, digest)
+
+    async def _hash(self, staged: Staged, fd: int, length_bytes: int) -> int:
+        try:
+            return await hash_file(self._store.runtime, self._disk, fd, length_bytes)
+        except OSError as error:
+            raise self._store.explain(staged.volume, error, "reading a staging file") from None
+
+    async def _copied(self, staged: Staged, fd: int, keep: bool) -> Block:
+        size = self._checked(fd).size_bytes
+        async with self._staging.private(size) as (copy, sink):
+            try:
+                length = await self._store.runtime.in_thread(self._disk.copy, fd, sink.fd, size)
+            except OSError as error:
+                raise self._store.explain(copy.volume, error, "copying a staging file") from None
+            if length == 0:
+                self._checked(fd)
+            digest = await self._hash(copy, sink.fd, length)
+            block = await self.install(copy, staged.session, digest, length)
+        if not keep:
+            await self._staging.drop(staged)
+        return block
+
+    async def _rename(self, staged: Staged, address: Address, session: int) -> Block:
+        try:
+            await self._store.runtime.in_thread(self._disk.rename, staged.path, staged.volume.block_path(address))
+        except OSError as error:
+            self._give_up(address.block)
+            staged.busy = False
+            raise self._store.explain(staged.volume, error, "renaming a staging file to its address") from None
+        self._staging.became_block(staged, address.length_bytes)
+        if session != PRIVATE:
+            self._store.counters.written_bytes += address.length_bytes
+        return self._store.add(address, staged.volume, session, verified=True)
+
+    def _give_up(self, block: BlockId) -> None:
+        if self._store.get(block) is None:
+            self._store.fences.settle(block)

@@ -1,0 +1,66 @@
+"""The gRPC face of the worker: `Stat`, and raw frames (identity serializers, see `rpc.link`)."""
+
+# ruff: noqa: N802 - the names of the methods are the wire's
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from kvstore.core.errors import Denied
+from kvstore.pb import worker_pb2 as w
+from kvstore.pb import worker_pb2_grpc
+from kvstore.rpc import server
+from kvstore.rpc.metadata import Caller
+from kvstore.rpc.methods import READ_PATH, WRITE_PATH
+from kvstore.worker.bulk import Bulk
+
+Context = server.Context
+SERVICE, READ = READ_PATH.strip("/").split("/")
+WRITE = WRITE_PATH.rpartition("/")[2]
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """`stat` answers for the worker; `cluster` says which one it belongs to now."""
+
+    def __init__(self, stat: Callable[[], w.WorkerStatReply], bulk: Bulk, cluster: Callable[[], str]) -> None:
+        self._stat, self._bulk, self._cluster = stat, bulk, cluster
+
+    def add_to(self, grpc_server: grpc.aio.Server) -> None:
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, grpc_server)
+
+    def raw_handlers(self) -> grpc.GenericRpcHandler:
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            READ: grpc.unary_stream_rpc_method_handler(self.read),
+            WRITE: grpc.stream_unary_rpc_method_handler(self.write),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    @server.unary
+    async def Stat(self, request: w.WorkerStatRequest, caller: Caller) -> w.WorkerStatReply:
+        self._welcome(caller)
+        return self._stat()
+
+    @server.streaming
+    async def read(self, data: bytes, caller: Caller) -> AsyncIterator[bytes]:
+        self._welcome(caller)
+        async for frame in self._bulk.read(data, caller):
+            yield frame
+
+    async def write(self, frames: AsyncIterator[bytes], context: Context) -> bytes:
+        try:
+            caller = server.caller_of(context)
+            self._welcome(caller)
+            reply = await self._bulk.write(aiter(frames), caller)
+            return reply.SerializeToString()
+        except Exception as error:  # noqa: BLE001 - the one guard
+            await server.fail(context, error)
+
+    def _welcome(self, caller: Caller) -> None:
+        """Addresses of pods are reused: a caller of another cluster means somebody else (rule 16)."""
+        mine = self._cluster()
+        if mine and caller.cluster and caller.cluster != mine:
+            raise Denied(f"this worker belongs to cluster {mine}, the caller to {caller.cluster}")

@@ -1,0 +1,229 @@
+"""Staging files: blocks that are being written. Each belongs to a session and is never used twice (rule 5)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Iterable
+from typing import NamedTuple
+
+from kvstore.core.errors import InvalidRequest, KvError, NotFound, Overloaded, Stale, TooLarge
+from kvstore.core.limits import MAX_OPEN_STAGING_PER_SESSION, ROOM_WAIT_S
+from kvstore.worker.background import Background
+from kvstore.worker.disk import Disk, disk_bytes
+from kvstore.worker.held import HeldFiles, unlink_watched
+from kvstore.worker.room import Room
+from kvstore.worker.sessions import Sessions
+from kvstore.worker.sink import Sink
+from kvstore.worker.store import Store
+from kvstore.worker.volume import Volume
+
+log = logging.getLogger(__name__)
+PRIVATE = 0
+"""Session of the worker's own staging (fetches, copies, uploads): never outlives its process."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Staged:
+    session: int
+    handle: int
+    volume: Volume
+    counted: int
+    """Bytes in the volume's books for it: the larger of reservation and actual size."""
+    busy: bool = False
+    """Being sealed or aborted."""
+
+    @property
+    def path(self) -> str:
+        return self.volume.staging_path(self.session, self.handle)
+
+
+class Opened(NamedTuple):
+    staged: Staged
+    fd: int
+
+
+class Staging:
+    """All staging files of this worker: (session, handle) → file."""
+
+    def __init__(
+        self, store: Store, disk: Disk, room: Room, held: HeldFiles, background: Background, max_block_bytes: int
+    ) -> None:
+        self._store, self._disk, self._room, self._held, self._background = store, disk, room, held, background
+        self.max_block_bytes = max_block_bytes
+        self._by_session: dict[int, dict[int, Staged]] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_session.values()))
+
+    def find(self, session: int, handle: int) -> Staged:
+        """Raises NotFound for what was sealed, aborted or expired; Stale while it is being sealed."""
+        staged = self._by_session.get(session, {}).get(handle)
+        if staged is None:
+            raise NotFound(
+                f"staging {handle:x}: sealed, aborted or expired; write the block again", reason="no_staging"
+            )
+        if staged.busy:
+            raise Stale(f"staging {handle:x}: a seal or abort of it is under way")
+        return staged
+
+    async def create(
+        self, session: int, size_bytes: int, wait_s: float = ROOM_WAIT_S, *, memory: bool = False
+    ) -> Opened:
+        """A new file with a reservation, and a read-write fd that the caller closes.
+
+        Raises TooLarge, NoSpace after `wait_s`, Overloaded, Unavailable.
+        """
+        self._check_size(size_bytes)
+        if session != PRIVATE and len(self._by_session.get(session, ())) >= MAX_OPEN_STAGING_PER_SESSION:
+            raise Overloaded(
+                f"a session has at most {MAX_OPEN_STAGING_PER_SESSION} files in staging; seal or abort some"
+            )
+        volume = await self._room.take(size_bytes, wait_s, memory=memory)
+        staged = Staged(session, self._store.runtime.random_u64(), volume, disk_bytes(size_bytes))
+        self._by_session.setdefault(session, {})[staged.handle] = staged
+        try:
+            return Opened(staged, await self._store.runtime.in_thread(self._disk.create, staged.path))
+        except OSError as error:
+            self._forget(staged)
+            volume.books.give_back(staged.counted)
+            raise self._store.explain(volume, error, "making a staging file") from None
+
+    @contextlib.asynccontextmanager
+    async def private(
+        self, size_bytes: int, wait_s: float = ROOM_WAIT_S, *, memory: bool = False
+    ) -> AsyncIterator[tuple[Staged, Sink]]:
+        """A file of the worker's own; what is not installed in the end leaves nothing. Raises like `create`."""
+        making = self._background.spawn(self.create(PRIVATE, size_bytes, wait_s, memory=memory))
+        try:
+            staged, fd = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            self._background.start(self._undo(making))
+            raise
+        sink = Sink(self._store.runtime, self._disk, fd)
+        try:
+            yield staged, sink
+        finally:
+            await self._background.run(self._finish(staged, sink))
+
+    async def _finish(self, staged: Staged, sink: Sink) -> None:
+        await sink.close()
+        if not staged.busy:
+            await self.drop(staged)
+
+    async def _undo(self, making: asyncio.Task[Opened]) -> None:
+        staged, fd = await making
+        self._disk.close(fd)
+        await self.drop(staged)
+
+    async def reserve(self, staged: Staged, size_bytes: int) -> None:
+        """Make the reservation `size_bytes` in all; it never shrinks. Raises NoSpace, TooLarge."""
+        self._check_size(size_bytes)
+        more = disk_bytes(size_bytes) - staged.counted
+        if more > 0:
+            await self._room.grow(staged.volume, more, ROOM_WAIT_S)
+            if staged.busy:  # sealed or aborted meanwhile: what it counted has been settled
+                staged.volume.books.give_back(more)
+                raise Stale(f"staging {staged.handle:x}: it was sealed or aborted meanwhile")
+            staged.counted += more
+
+    async def abort(self, staged: Staged) -> None:
+        """Unlink it. Its bytes stay in the books while a writer still has it open."""
+        staged.busy = True
+        await self._background.run(self._discard(staged))
+
+    async def _discard(self, staged: Staged) -> None:
+        """Unlink a file that is already `busy`, and forget it."""
+        try:
+            fd = await self._store.runtime.in_thread(unlink_watched, self._disk, staged.path)
+        except OSError as error:
+            staged.busy = False
+            raise self._store.explain(staged.volume, error, "removing a staging file") from None
+        self._forget(staged)
+        books, size = staged.volume.books, staged.counted
+        if fd is None:
+            books.give_back(size)
+        else:
+            books.hold(staging=size)
+            self._held.add(fd, lambda: self._let_go(staged.volume, size))
+        self._store.on_free()
+
+    def became_block(self, staged: Staged, length_bytes: int) -> None:
+        """Its file was renamed to an address."""
+        self._forget(staged)
+        staged.volume.books.settle(staged.counted, disk_bytes(length_bytes))
+
+    async def look(self, volume: Volume) -> None:
+        """Bring the books of a volume up to what its files really take and its disk really has."""
+        files = [s for s in self._all() if s.volume is volume and not s.busy]
+        try:
+            free, actual = await self._store.runtime.in_thread(self._look, volume.path, [s.path for s in files])
+        except OSError as error:
+            self._store.explain(volume, error, "looking at its files")
+            return
+        unwritten = 0
+        for staged, size in zip(files, actual, strict=True):
+            if not staged.busy:
+                volume.books.staging += max(0, size - staged.counted)
+                staged.counted = max(staged.counted, size)
+                unwritten += staged.counted - size
+        volume.books.look(free, unwritten)
+
+    def _look(self, path: str, files: Iterable[str]) -> tuple[int, list[int]]:
+        sizes = []
+        for file in files:
+            try:
+                sizes.append(self._disk.stat(file).used_bytes)
+            except FileNotFoundError:
+                sizes.append(0)
+        return self._disk.free_bytes(path), sizes
+
+    async def restore(self) -> None:
+        """Before anything is served: files of earlier starts. A session may come back for its own; the worker's own
+        go.
+        """
+        for volume in self._store.in_service:
+            try:
+                found = await self._store.runtime.in_thread(volume.scan_staging)
+            except OSError as error:
+                self._store.explain(volume, error, "reading its staging directory")
+                continue
+            for session, handle in found:
+                self._by_session.setdefault(session, {})[handle] = Staged(session, handle, volume, 0)
+            await self.look(volume)
+        for staged in tuple(self._by_session.get(PRIVATE, {}).values()):
+            await self.drop(staged)
+
+    async def expire(self, sessions: Sessions, now_s: float) -> None:
+        """Drop what sessions that are over left behind."""
+        over = [s for s in self._by_session if s != PRIVATE and sessions.is_over(s, now_s)]
+        for staged in [f for session in over for f in self._by_session[session].values() if not f.busy]:
+            await self.drop(staged)
+
+    async def drop(self, staged: Staged) -> None:
+        """`abort` where nobody waits for the result."""
+        try:
+            await self.abort(staged)
+        except KvError as error:
+            log.warning("a staging file stays: %s", error)
+
+    def _all(self) -> list[Staged]:
+        return [staged for files in self._by_session.values() for staged in files.values()]
+
+    def _forget(self, staged: Staged) -> None:
+        files = self._by_session.get(staged.session, {})
+        files.pop(staged.handle, None)
+        if not files:
+            self._by_session.pop(staged.session, None)
+
+    def _let_go(self, volume: Volume, size_bytes: int) -> None:
+        volume.books.let_go(size_bytes)
+        self._store.on_free()
+
+    def _check_size(self, size_bytes: int) -> None:
+        if size_bytes < 0:
+            raise InvalidRequest(f"a size of {size_bytes} bytes makes no sense")
+        if size_bytes > self.max_block_bytes:
+            raise TooLarge(f"a block of {size_bytes} bytes is too large; at most {self.max_block_bytes}")

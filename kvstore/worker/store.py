@@ -1,0 +1,161 @@
+"""All blocks on this worker: block id → where it lies, and what the master has said of it.
+
+Everything here runs on the loop and without an await in between, so each method is atomic. Files are touched only by
+the two methods that look for blocks (`scan`, `adopt`), in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from kvstore.core.errors import KvError, Stale
+from kvstore.core.types import TIERS, Address, BlockId
+from kvstore.runtime import Runtime
+from kvstore.worker.block import FOUND, Block
+from kvstore.worker.counters import Counters
+from kvstore.worker.disk import FATAL_ERRNOS, disk_error
+from kvstore.worker.fences import Fences
+from kvstore.worker.volume import Volume
+
+log = logging.getLogger(__name__)
+
+
+class Store:
+    """
+    volumes     all of them, the fastest tier first; some may be out of service
+    unowned     blocks without the verdict "owned", those reported longest ago first
+    fences      ids that may still be published
+    scanned     set once every block file is known; until then a block that is not here may still be there
+    on_change   called with the id of each block that came, went, or turned out not to be here (the reporter listens)
+    on_free     called when room may have appeared on a volume
+    """
+
+    def __init__(self, runtime: Runtime, volumes: Sequence[Volume], fences: Fences, counters: Counters) -> None:
+        self.runtime, self.fences, self.counters = runtime, fences, counters
+        self.volumes = sorted(volumes, key=lambda v: TIERS.index(v.tier))
+        self.unowned: OrderedDict[BlockId, Block] = OrderedDict()
+        self.scanned = asyncio.Event()
+        self.on_change: Callable[[BlockId], None] = lambda block: None
+        self.on_free: Callable[[], None] = lambda: None
+        self._blocks: dict[BlockId, Block] = {}
+        self._by_volume: dict[int, OrderedDict[BlockId, Block]] = {v.id: OrderedDict() for v in volumes}
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    @property
+    def in_service(self) -> list[Volume]:
+        return [v for v in self.volumes if v.in_service]
+
+    def get(self, block: BlockId) -> Block | None:
+        return self._blocks.get(block)
+
+    def find(self, address: Address) -> Block | None:
+        """The block of exactly this address. Raises Stale when the id stands for other bytes (rule 1)."""
+        block = self._blocks.get(address.block)
+        if block is not None and block.address != address:
+            raise Stale(f"{address}: this worker has {block.address} under that id; look the name up again")
+        return block
+
+    def ids(self, volume: Volume) -> list[BlockId]:
+        """Ids of the blocks of a volume, but for those that are leaving, in order."""
+        return sorted(block.id for block in self._by_volume[volume.id].values() if not block.leaving)
+
+    def coldest(self, volume: Volume) -> Iterator[Block]:
+        return iter(self._by_volume[volume.id].values())
+
+    def add(self, address: Address, volume: Volume, session: int, *, verified: bool) -> Block:
+        """A file was renamed to its address. Its bytes are already in the books."""
+        block = Block(address, volume, session, self.runtime.monotonic_s(), verified=verified)
+        self._blocks[block.id] = self._by_volume[volume.id][block.id] = self.unowned[block.id] = block
+        self.on_change(block.id)
+        return block
+
+    def touch(self, block: Block) -> None:
+        """It was used: now it is the hottest of its volume."""
+        self._by_volume[block.volume.id].move_to_end(block.id)
+
+    def own(self, block: Block) -> None:
+        """An entry lists it."""
+        block.owned = True
+        self.unowned.pop(block.id, None)
+        self.fences.settle(block.id)
+
+    def disown(self, block: Block) -> None:
+        """The master does not know it (any more): its grace starts again."""
+        if block.owned:
+            block.owned, block.since_s, block.session = False, self.runtime.monotonic_s(), FOUND
+            self.unowned[block.id] = block
+
+    def forget(self, block: Block) -> None:
+        """Its file is gone from its place. The books are the caller's."""
+        if self._blocks.get(block.id) is not block:
+            return
+        del self._blocks[block.id]
+        self._by_volume[block.volume.id].pop(block.id, None)
+        self.unowned.pop(block.id, None)
+        self.fences.settle(block.id)
+        self.on_change(block.id)
+
+    def miss(self, address: Address) -> None:
+        """Somebody came for a block that is not here: tell the master so (rule 15)."""
+        if self.scanned.is_set() and address.block not in self._blocks:
+            self.on_change(address.block)
+
+    def explain(self, volume: Volume, error: OSError, what: str) -> KvError:
+        """The error for the caller; a drive that failed takes its volume out of service."""
+        if error.errno in FATAL_ERRNOS:
+            self.fail(volume, f"{what}: {error.strerror}")
+        return disk_error(error, f"{volume.path}: {what}")
+
+    def fail(self, volume: Volume, why: str) -> None:
+        """Take a volume out of service: no longer listed in heartbeats, all its replicas are gone in one step (rule
+        4).
+        """
+        if volume.failed:
+            return
+        volume.failed = why
+        gone = self._by_volume[volume.id]
+        log.error("volume %s is out of service with %d blocks: %s", volume.path, len(gone), why)
+        for block in list(gone.values()):
+            self.forget(block)
+
+    async def scan(self) -> None:
+        """Find the blocks of all volumes. A volume that cannot be read fails alone."""
+        for volume in self.in_service:
+            try:
+                found = await self.runtime.in_thread(volume.scan)
+            except OSError as error:
+                self.fail(volume, f"reading its directories: {error.strerror}")
+                continue
+            self._add_found(volume, found.blocks)
+            volume.books.quarantine = found.quarantined_bytes
+        mine = {boot for volume in self.in_service for boot in volume.identity.boots}
+        self.fences.add_found(block for block in self.unowned if block.boot in mine)
+        self.scanned.set()
+
+    def _add_found(self, volume: Volume, addresses: Iterable[Address]) -> None:
+        for address in addresses:
+            if address.block not in self._blocks:
+                self._adopt(volume, address)
+        # An id twice on one worker (a copy between tiers that a crash cut short) counts where it was seen first.
+
+    def _adopt(self, volume: Volume, address: Address) -> Block:
+        block = self.add(address, volume, FOUND, verified=False)
+        volume.books.blocks += block.used_bytes
+        return block
+
+    async def adopt(self, address: Address) -> Block | None:
+        """Look for a block by its file name while the scan is still running (rule 2)."""
+        for volume in self.in_service:
+            try:
+                there = await self.runtime.in_thread(volume.look_up, address)
+            except OSError as error:
+                self.explain(volume, error, "looking for a block")
+                continue
+            if there and volume.in_service:
+                return self._blocks.get(address.block) or self._adopt(volume, address)
+        return None

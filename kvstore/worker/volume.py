@@ -1,0 +1,193 @@
+"""A volume: one directory of one tier, the smallest thing that fails (rule 4).
+
+::
+
+    lock               held under flock while a worker uses the volume
+    identity           see `identity`
+    blocks/<xx>/<address>    a block; xx = first two hex digits of its hash
+    staging/<session>-<handle>   being written, 16 hex digits each; session 0 is the worker itself
+    quarantine/<address>     differs from its own hash; kept for whoever investigates, a few at most
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+from typing import NamedTuple
+
+from kvstore.core.errors import InvalidRequest, Unavailable
+from kvstore.core.types import Address
+from kvstore.worker import identity as identities
+from kvstore.worker.books import Books
+from kvstore.worker.disk import Disk, disk_bytes
+from kvstore.worker.identity import Identity
+
+log = logging.getLogger(__name__)
+FAN_OUT = [f"{i:02x}" for i in range(256)]
+MAX_QUARANTINED = 8
+MAX_IDENTITY_BYTES = 64 << 10
+
+
+class Found(NamedTuple):
+    """What a look through the directories found."""
+
+    blocks: list[Address]
+    quarantined_bytes: int
+
+
+class Volume:
+    """One open volume.
+
+    books       its bytes
+    failed      why it is out of service, or "" while it is in service; never comes back without a restart
+    identity    as it stands on disk
+    """
+
+    def __init__(self, path: str, tier: str, books: Books, identity: Identity, lock_fd: int, disk: Disk) -> None:
+        self.path, self.tier, self.books, self.disk = path, tier, books, disk
+        self.identity = identity
+        self.failed = ""
+        self._lock_fd = lock_fd
+
+    def __repr__(self) -> str:
+        return f"<Volume {self.id:016x} {self.tier} {self.path}>"
+
+    @property
+    def id(self) -> int:
+        return self.identity.volume
+
+    @property
+    def in_service(self) -> bool:
+        return not self.failed
+
+    def block_path(self, address: Address) -> str:
+        name = address.file_name
+        return f"{self.path}/blocks/{name[-16:-14]}/{name}"
+
+    def staging_path(self, session: int, handle: int) -> str:
+        return f"{self.path}/staging/{session:016x}-{handle:016x}"
+
+    def quarantine_path(self, name: str) -> str:
+        return f"{self.path}/quarantine/{name}"
+
+    def write_identity(self, identity: Identity) -> None:
+        """Durable when it returns. Blocks; raises OSError."""
+        self.disk.replace_durably(f"{self.path}/identity", identities.encode(identity))
+        self.identity = identity
+
+    def scan(self) -> Found:
+        """Read the directories: no file is opened, a block is what its name says. Blocks; raises OSError."""
+        blocks: list[Address] = []
+        for part in FAN_OUT:
+            directory = f"{self.path}/blocks/{part}"
+            for name in self.disk.names(directory):
+                address = _parse(name)
+                if address is None or name[-16:-14] != part:
+                    self._set_aside(f"{directory}/{name}", name)
+                else:
+                    blocks.append(address)
+        return Found(blocks, self.trim_quarantine())
+
+    def scan_staging(self) -> list[tuple[int, int]]:
+        """(session, handle) of every staging file that is there. Blocks; raises OSError."""
+        found = []
+        for name in self.disk.names(f"{self.path}/staging"):
+            session, _, handle = name.partition("-")
+            try:
+                found.append((int(session, 16), int(handle, 16)))
+            except ValueError:
+                log.warning("%s/staging/%s is not a staging file; removing it", self.path, name)
+                self.disk.unlink(f"{self.path}/staging/{name}")
+        return found
+
+    def _set_aside(self, path: str, name: str) -> None:
+        log.warning("%s is not a block; moved to quarantine", path)
+        self.disk.rename(path, self.quarantine_path(name))
+
+    def trim_quarantine(self) -> int:
+        """Keep the newest few; returns the bytes they take. Blocks; raises OSError."""
+        files = [(self.disk.stat(path), path) for path in map(self.quarantine_path, self._quarantined())]
+        files.sort(key=lambda file: file[0].mtime_ns)
+        for _, path in files[:-MAX_QUARANTINED]:
+            self.disk.unlink(path)
+        return sum(state.used_bytes for state, _ in files[-MAX_QUARANTINED:])
+
+    def _quarantined(self) -> list[str]:
+        return self.disk.names(f"{self.path}/quarantine")
+
+    def look_up(self, address: Address) -> bool:
+        """Whether there is a file of this address and of its length, by asking the file system. Blocks; raises
+        OSError.
+        """
+        try:
+            return self.disk.stat(self.block_path(address)).size_bytes == address.length_bytes
+        except FileNotFoundError:
+            return False
+
+    def close(self) -> None:
+        """Give the lock back."""
+        os.close(self._lock_fd)
+
+
+def open_volume(path: str, tier: str, capacity_bytes: int, floor_bytes: int, volume_id: int, disk: Disk) -> Volume:
+    """Open a directory as a volume; one that is empty becomes a volume with the id `volume_id`. Blocks.
+
+    Raises Unavailable when another worker has it, InvalidRequest when it holds something else, OSError.
+    """
+    disk.make_directory(path)
+    lock_fd = _lock(path)
+    try:
+        identity = _read_identity(path, volume_id, disk)
+        for name in ("staging", "quarantine", *(f"blocks/{part}" for part in FAN_OUT)):
+            disk.make_directory(f"{path}/{name}")
+        volume = Volume(path, tier, Books(capacity_bytes, floor_bytes), identity, lock_fd, disk)
+        volume.books.look(disk.free_bytes(path), 0)
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    return volume
+
+
+def _lock(path: str) -> int:
+    fd = os.open(f"{path}/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise Unavailable(
+            f"{path}: another worker uses this volume; stop it, or give this one its own directory"
+        ) from None
+    return fd
+
+
+def _read_identity(path: str, volume_id: int, disk: Disk) -> Identity:
+    try:
+        fd = disk.open_read(f"{path}/identity")
+    except FileNotFoundError:
+        return _mint(path, volume_id, disk)
+    try:
+        return identities.decode(disk.read(fd, MAX_IDENTITY_BYTES, 0), f"{path}/identity")
+    finally:
+        disk.close(fd)
+
+
+def _mint(path: str, volume_id: int, disk: Disk) -> Identity:
+    """Only of an empty directory: of anything else a wrong path in the configuration would make a volume."""
+    foreign = set(disk.names(path)) - {"lock", "identity.new", "lost+found"}
+    if foreign:
+        raise InvalidRequest(f"{path}: neither empty nor a volume (it holds {min(foreign)!r}); name another directory")
+    identity = Identity(volume_id)
+    disk.replace_durably(f"{path}/identity", identities.encode(identity))
+    return identity
+
+
+def _parse(name: str) -> Address | None:
+    try:
+        return Address.parse(name)
+    except InvalidRequest:
+        return None
+
+
+def block_bytes(addresses: list[Address]) -> int:
+    return sum(disk_bytes(address.length_bytes) for address in addresses)

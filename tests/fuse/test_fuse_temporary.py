@@ -1,0 +1,256 @@
+"""Temporary names on a real mount: LMCache's puts, two writers of one name, and what other mounts see of them (rule 24)."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.fuse.conftest import Store
+from tests.support.child import Child, in_child
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def place(store: Store, fresh: str) -> Path:
+    path = store.a / fresh
+    in_child(os.mkdir, path)
+    return path
+
+
+def open_to_write(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+
+
+def put(directory: Path, key: str, data: bytes) -> None:
+    """As LMCache's fs connector does it."""
+    fd = open_to_write(directory / f"{key}.tmp")
+    os.fstat(fd)
+    os.write(fd, data[:28])
+    os.write(fd, data[28:])
+    os.close(fd)
+    os.rename(directory / f"{key}.tmp", directory / f"{key}.data")
+
+
+def one_put(d: Path) -> None:
+    data = os.urandom(14 * MIB)
+    put(d, "k", data)
+    assert (d / "k.data").read_bytes() == data
+    assert os.listdir(d) == ["k.data"]
+
+
+def half_written_is_nobody_s(d: Path) -> None:
+    fd = open_to_write(d / "k.tmp")
+    os.write(fd, b"half")
+    assert os.listdir(d) == []
+    assert not (d / "k.tmp").exists()
+    os.close(fd)
+    assert os.listdir(d) == ["k.tmp"]
+    assert (d / "k.tmp").read_bytes() == b"half"
+
+
+def two_writers_at_once(d: Path) -> None:
+    """On a plain directory one of them publishes a mix, and the other's rename fails."""
+    one, two = open_to_write(d / "k.tmp"), open_to_write(d / "k.tmp")
+    os.write(one, b"1" * MIB)
+    os.write(two, b"2" * 2 * MIB)
+    os.write(one, b"1" * MIB)
+    os.close(two)
+    os.rename(d / "k.tmp", d / "k.data")
+    assert (d / "k.data").read_bytes() == b"2" * 2 * MIB
+    os.close(one)
+    os.rename(d / "k.tmp", d / "k.data")
+    assert (d / "k.data").read_bytes() == b"1" * 2 * MIB
+    assert os.listdir(d) == ["k.data"]
+
+
+def two_writers_both_closed(d: Path) -> None:
+    for byte in (b"1", b"2"):
+        fd = open_to_write(d / "k.tmp")
+        os.write(fd, byte * MIB)
+        os.close(fd)
+    for _ in range(2):
+        os.rename(d / "k.tmp", d / "k.data")
+        assert (d / "k.data").read_bytes() in (b"1" * MIB, b"2" * MIB)
+    with pytest.raises(FileNotFoundError):
+        os.rename(d / "k.tmp", d / "k.data")
+
+
+def a_second_put_after_a_torn_one(d: Path) -> None:
+    """A process died in the middle of a put and started again: the torn file of its first life must not be published."""
+    fd = open_to_write(d / "k.tmp")
+    os.write(fd, b"torn")
+    os.close(fd)
+    put(d, "k", b"whole" * 100)
+    assert (d / "k.data").read_bytes() == b"whole" * 100
+
+
+def without_truncation_a_stale_file_leaves_no_tail(d: Path) -> None:
+    """LMCache's O_DIRECT mode opens without O_TRUNC."""
+    (d / "k.tmp").write_bytes(b"x" * 10_000)
+    fd = os.open(d / "k.tmp", os.O_WRONLY | os.O_CREAT)
+    os.write(fd, b"short")
+    os.close(fd)
+    os.rename(d / "k.tmp", d / "k.data")
+    assert (d / "k.data").read_bytes() == b"short"
+
+
+def direct(d: Path) -> None:
+    import mmap
+
+    buffer = mmap.mmap(-1, 64 * 4096)
+    buffer[:] = bytes(range(256)) * (64 * 4096 // 256)
+    fd = os.open(d / "k.tmp", os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
+    assert os.write(fd, buffer) == len(buffer)
+    os.close(fd)
+    os.rename(d / "k.tmp", d / "k.data")
+    fd = os.open(d / "k.data", os.O_RDONLY | os.O_DIRECT)
+    target = mmap.mmap(-1, 64 * 4096)
+    assert os.readv(fd, [target]) == len(buffer)
+    assert target[:] == buffer[:]
+    os.close(fd)
+
+
+def appended_and_reread(d: Path) -> None:
+    f = d / "k.tmp"
+    f.write_bytes(b"one")
+    with f.open("ab") as out:
+        out.write(b"two")
+    assert f.read_bytes() == b"onetwo"
+    with f.open("r+b") as out:
+        assert out.read(3) == b"one"
+        out.write(b"TWO")
+    assert f.read_bytes() == b"oneTWO"
+    f.write_bytes(b"new")
+    assert f.read_bytes() == b"new"
+    f.unlink()
+    assert os.listdir(d) == []
+
+
+def moved_about(d: Path) -> None:
+    (d / "a.tmp").write_bytes(b"1")
+    (d / "b.tmp").write_bytes(b"2")
+    os.rename(d / "a.tmp", d / "b.tmp")
+    assert os.listdir(d) == ["b.tmp"]
+    assert (d / "b.tmp").read_bytes() == b"1"
+    os.rename(d / "b.tmp", d / "c")
+    assert (d / "c").read_bytes() == b"1"
+    with pytest.raises(OSError) as caught:
+        os.rename(d / "c", d / "c.tmp")
+    assert caught.value.errno == errno.EXDEV
+    shutil.move(d / "c", d / "c.tmp")  # copies
+    assert os.listdir(d) == ["c.tmp"]
+    with pytest.raises(PermissionError):
+        os.mkdir(d / "directory.tmp")
+    with pytest.raises(OSError) as caught:
+        os.rmdir(d)
+    assert caught.value.errno == errno.ENOTEMPTY
+    shutil.rmtree(d)
+    assert not d.exists()
+
+
+def directory_of_temporary_files(d: Path) -> None:
+    """LMCache's relative_tmp_dir."""
+    (d / ".tmp").mkdir()
+    (d / ".tmp" / "k.data").write_bytes(b"123")
+    assert os.listdir(d / ".tmp") == ["k.data"]
+    os.rename(d / ".tmp" / "k.data", d / "k.data")
+    assert (d / "k.data").read_bytes() == b"123"
+    assert os.listdir(d / ".tmp") == []
+    os.rmdir(d / ".tmp")
+
+
+def written_on_through_a_duplicate(d: Path) -> None:
+    """Neither close nor rename end writing: a duplicate goes on, in a copy that its own close publishes."""
+    fd = open_to_write(d / "k.tmp")
+    os.write(fd, b"one")
+    other = os.dup(fd)
+    os.close(fd)
+    os.rename(d / "k.tmp", d / "k.data")
+    sealed = os.open(d / "k.data", os.O_RDONLY)
+    os.write(other, b"two")
+    assert (d / "k.data").read_bytes() == b"one"
+    os.close(other)
+    assert (d / "k.data").read_bytes() == b"onetwo"
+    assert os.pread(sealed, 100, 0) == b"one"
+    os.close(sealed)
+
+
+def renamed_with_no_replace(d: Path) -> None:
+    from tests.fuse.test_fuse_posix import rename_with
+
+    (d / "k.tmp").write_bytes(b"new")
+    (d / "k").write_bytes(b"old")
+    with pytest.raises(FileExistsError):
+        rename_with(1, d / "k.tmp", d / "k")
+    assert (d / "k").read_bytes() == b"old"
+    (d / "k").unlink()
+    rename_with(1, d / "k.tmp", d / "k")
+    assert (d / "k").read_bytes() == b"new"
+
+
+def empty(d: Path) -> None:
+    (d / "k.tmp").touch()
+    os.rename(d / "k.tmp", d / "k.data")
+    assert (d / "k.data").read_bytes() == b""
+
+
+CASES = [
+    one_put, half_written_is_nobody_s, two_writers_at_once, two_writers_both_closed, a_second_put_after_a_torn_one,
+    without_truncation_a_stale_file_leaves_no_tail, direct, appended_and_reread, moved_about,
+    directory_of_temporary_files, written_on_through_a_duplicate, renamed_with_no_replace, empty,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.__name__)
+def test_temporary_names(case: Callable[[Path], None], place: Path) -> None:
+    in_child(case, place)
+
+
+def test_other_mounts_never_see_them(store: Store, place: Path) -> None:
+    there = store.b / place.name
+    in_child((place / "k.tmp").write_bytes, b"1")
+    assert in_child(os.listdir, there) == []
+    assert not in_child((there / "k.tmp").exists)
+
+
+def test_writers_in_four_processes_on_two_mounts_share_their_names(store: Store, fresh: str) -> None:
+    """No put fails, every read at every moment is a whole version that somebody wrote, nothing is left behind."""
+    in_child(os.mkdir, store.a / fresh)
+    keys, rounds = 3, 4
+
+    def content(key: int, writer: int, turn: int) -> bytes:
+        head = b"%d %d %d " % (key, writer, turn)
+        body = head * ((200_000 + 50_000 * writer) // len(head))
+        return hashlib.sha256(body).digest() + body
+
+    def write(directory: Path, writer: int) -> None:
+        for turn in range(rounds):
+            for key in range(keys):
+                put(directory, f"k{key}", content(key, writer, turn))
+
+    def read(directory: Path) -> int:
+        whole = 0
+        for _ in range(rounds * 4):
+            for key in range(keys):
+                try:
+                    data = (directory / f"k{key}.data").read_bytes()
+                except FileNotFoundError:
+                    continue
+                assert hashlib.sha256(data[32:]).digest() == data[:32]
+                whole += 1
+        return whole
+
+    writers = [Child(write, (store.a if i % 2 else store.b) / fresh, i) for i in range(4)]
+    readers = [Child(read, mount / fresh) for mount in (store.a, store.b)]
+    for child in (*writers, *readers):
+        child.join(60)
+    for mount in (store.a, store.b):
+        assert in_child(os.listdir, mount / fresh) == [f"k{key}.data" for key in range(keys)]
+        assert in_child(read, mount / fresh) == rounds * 4 * keys

@@ -1,0 +1,148 @@
+"""A master in the test's own process: keeps what workers say, and says what the test wants.
+
+Publishing is done by the test (`publish`, `remove`); verdicts follow from it as rule 15 says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from kvstore.core.errors import Denied, KvError
+from kvstore.core.types import Address, BlockId
+from kvstore.pb import master_pb2 as m
+from kvstore.pb import master_pb2_grpc
+from kvstore.rpc.metadata import Caller
+from kvstore.rpc.server import Server, serve, unary
+
+CLUSTER = "cluster-of-tests"
+
+
+class FakeMaster(master_pb2_grpc.MasterServicer):
+    """
+    owned, dead      block ids as the master's table has them
+    replicas         block → volumes, as reported
+    reports          every report taken, in order
+    registrations    every registration taken
+    beats            the last heartbeat of each node
+    changed          notified after each call
+    fail             raised by reports while it is set
+    """
+
+    def __init__(self) -> None:
+        self.cluster, self.sequence = CLUSTER, 1
+        self.owned: set[BlockId] = set()
+        self.dead: set[BlockId] = set()
+        self.replicas: dict[BlockId, set[int]] = {}
+        self.reports: list[m.ReportRequest] = []
+        self.registrations: list[m.RegisterRequest] = []
+        self.beats: dict[str, m.HeartbeatRequest] = {}
+        self.commands: list[m.Command] = []
+        self.changed = asyncio.Condition()
+        self.fail: KvError | None = None
+        self.next_report: dict[str, int] = {}
+        self.endpoint = ""
+
+    def publish(self, address: Address) -> None:
+        self.owned.add(address.block)
+
+    def remove(self, address: Address) -> None:
+        """The entry is gone: the block is dead, whoever reports it shall unlink it."""
+        self.owned.discard(address.block)
+        self.dead.add(address.block)
+
+    @property
+    def fences(self) -> dict[int, int]:
+        """Boot → fence of the last report; empty before the first."""
+        return {f.boot: f.counter for f in self.reports[-1].fences} if self.reports else {}
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        """Wait until the workers' calls have made it true."""
+        async with asyncio.timeout(timeout_s), self.changed:
+            await self.changed.wait_for(condition)
+
+    @unary
+    async def Register(self, request: m.RegisterRequest, caller: Caller) -> m.RegisterReply:
+        if request.cluster not in ("", self.cluster):
+            raise Denied(f"worker {request.node} belongs to cluster {request.cluster}, this master to {self.cluster}")
+        self.registrations.append(request)
+        await self._notify()
+        return m.RegisterReply(
+            cluster=self.cluster,
+            sequence=self.sequence,
+            next_report=self.next_report.setdefault(request.node, 1),
+            tick_s=0.05,
+            dead_ticks=5,
+        )
+
+    @unary
+    async def Heartbeat(self, request: m.HeartbeatRequest, caller: Caller) -> m.HeartbeatReply:
+        self.beats[request.node] = request
+        commands, self.commands = self.commands, []
+        await self._notify()
+        return m.HeartbeatReply(cluster=self.cluster, sequence=self.sequence, commands=commands)
+
+    @unary
+    async def Report(self, request: m.ReportRequest, caller: Caller) -> m.ReportReply:
+        if self.fail:
+            raise self.fail
+        expected = self.next_report.get(request.node, 0)
+        reply = m.ReportReply(cluster=self.cluster, sequence=self.sequence, next_report=expected)
+        if request.number != expected:
+            reply.gap = True
+            return reply
+        self.next_report[request.node] = reply.next_report = expected + 1
+        self._take(request)
+        reply.held.extend(self._verdict(b) for b in split(request.held_ids))
+        reply.full.extend(self._verdict(b) for b in split(request.full.ids))
+        await self._notify()
+        return reply
+
+    def _take(self, request: m.ReportRequest) -> None:
+        self.reports.append(request)
+        fences = {f.boot: f.counter for f in request.fences}
+        self.dead.update(b for b in split(request.dead_ids) if b not in self.owned)
+        for block in split(request.nowhere_ids):
+            self.replicas.pop(block, None)
+        for block, at in zip(split(request.held_ids), request.held_volume, strict=True):
+            self.replicas.setdefault(block, set()).add(request.volumes[at])
+        if request.HasField("full"):
+            self._take_full(request.full, fences)
+
+    def _take_full(self, full: m.FullPiece, fences: dict[int, int]) -> None:
+        ids = set(split(full.ids))
+        for block, volumes in list(self.replicas.items()):
+            is_in_range = (full.first or b"") <= block.pack() <= (full.last or b"\xff" * 16)
+            is_newer = block.boot in fences and block.counter >= fences[block.boot]
+            if is_in_range and block not in ids and not is_newer:
+                volumes.discard(full.volume)
+        for block in ids:
+            self.replicas.setdefault(block, set()).add(full.volume)
+
+    def _verdict(self, block: BlockId) -> m.Verdict.ValueType:
+        return m.DEAD if block in self.dead else m.OWNED if block in self.owned else m.UNKNOWN
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+
+def make() -> FakeMaster:
+    """The methods that only clients call are missing on purpose: gRPC answers them with UNIMPLEMENTED."""
+    return FakeMaster()  # type: ignore[abstract]
+
+
+def split(packed: bytes) -> list[BlockId]:
+    return [BlockId.unpack(packed, at) for at in range(0, len(packed), 16)]
+
+
+@asynccontextmanager
+async def running(master: FakeMaster, listen: str = "127.0.0.1:0") -> AsyncIterator[Server]:
+    """The master on a port; `master.endpoint` says which."""
+    server = await serve(listen, [lambda s: master_pb2_grpc.add_MasterServicer_to_server(master, s)])
+    master.endpoint = server.endpoint
+    try:
+        yield server
+    finally:
+        await server.stop(0)

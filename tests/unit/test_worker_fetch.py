@@ -1,0 +1,257 @@
+"""Blocks from peers: two whole workers in one process, and peers that lie or are dead."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from kvstore.core.errors import Corrupt, Denied, InvalidRequest, KvError, NotFound, Stale, TooLarge, Unavailable
+from kvstore.core.hashing import hash_block
+from kvstore.core.types import Address, BlockId, Replica
+from kvstore.pb import worker_pb2 as w
+from kvstore.rpc.entries import address_from_pb, address_to_pb
+from kvstore.rpc.link import AsyncLink, Link
+from kvstore.rpc.metadata import Caller
+from kvstore.rpc.methods import WORKER_STAT
+from kvstore.worker.worker import Worker
+from tests.support import worker_kit as kit
+from tests.support.worker_kit import MIB
+
+DEAD = Replica(1, "ssd", "dead", kit.NOBODY)
+
+
+@pytest.fixture
+async def owner(tmp_path: Path) -> AsyncIterator[Worker]:
+    async with kit.running(kit.settings(tmp_path, "owner")) as worker:
+        yield worker
+        await kit.check_books(worker)
+
+
+@pytest.fixture
+async def reader(tmp_path: Path) -> AsyncIterator[Worker]:
+    async with kit.running(kit.settings(tmp_path, "reader", capacity=4 * MIB)) as worker:
+        yield worker
+        await kit.check_books(worker)
+
+
+@pytest.fixture
+async def link(owner: Worker) -> AsyncIterator[AsyncLink]:
+    link = AsyncLink(owner.endpoint, Caller(session=7))
+    yield link
+    await link.close()
+
+
+def at(worker: Worker) -> Replica:
+    return Replica(worker.store.volumes[0].id, "ssd", worker.settings.node, worker.endpoint)
+
+
+async def open_bytes(worker: Worker, address: Address, *replicas: Replica) -> bytes:
+    opened = await worker.opener.open(address, replicas, 20.0)
+    try:
+        return os.pread(opened.fd, address.length_bytes + 1, 0)
+    finally:
+        os.close(opened.fd)
+
+
+async def test_a_block_is_fetched_once_for_all_who_wait_and_kept(owner: Worker, reader: Worker) -> None:
+    data = os.urandom(3 * MIB)
+    address = (await kit.put(owner, data)).address
+    results = await asyncio.gather(*(open_bytes(reader, address, at(owner)) for _ in range(8)))
+    assert results == [data] * 8
+    assert (reader.counters.fetches, owner.counters.hits) == (1, 1)
+    assert await kit.get(reader, address) == data, "now it is here"
+
+
+async def test_a_caller_that_goes_away_does_not_end_the_fetch(owner: Worker, reader: Worker) -> None:
+    data = os.urandom(3 * MIB)
+    address = (await kit.put(owner, data)).address
+    impatient = asyncio.ensure_future(open_bytes(reader, address, at(owner)))
+    patient = asyncio.ensure_future(open_bytes(reader, address, at(owner)))
+    await kit.until(lambda: address in reader.fetcher._flights)
+    impatient.cancel()
+    assert await patient == data
+
+
+async def test_all_replicas_are_tried_in_order(owner: Worker, reader: Worker) -> None:
+    address = (await kit.put(owner, b"data")).address
+    assert await open_bytes(reader, address, DEAD, at(owner)) == b"data"
+
+
+async def test_a_dead_peer_costs_the_next_reader_nothing(reader: Worker) -> None:
+    first, second = (Address(BlockId(1, i), 4, 1) for i in (1, 2))
+    with pytest.raises(Unavailable) as caught:
+        await open_bytes(reader, first, DEAD)
+    assert caught.value.fault == DEAD.endpoint
+    with pytest.raises(Unavailable, match="failed a moment ago"):
+        await open_bytes(reader, second, DEAD)
+
+
+async def test_a_peer_that_lacks_it_is_not_to_blame(owner: Worker, reader: Worker) -> None:
+    address = (await kit.put(owner, b"data")).address
+    with pytest.raises(NotFound):
+        await open_bytes(reader, Address(BlockId(1, 1), 4, 1), at(owner))
+    with pytest.raises((NotFound, Stale)):
+        await open_bytes(reader, address._replace(hash=5), at(owner))
+    assert await open_bytes(reader, address, at(owner)) == b"data"
+
+
+async def test_bytes_that_differ_are_never_served(owner: Worker, reader: Worker) -> None:
+    """The peer believes its block; only the receiver's own check can tell."""
+    block = await kit.put(owner, b"some data")
+    with open(block.path, "r+b") as file:
+        file.write(b"S")
+    with pytest.raises(Corrupt) as caught:
+        await open_bytes(reader, block.address, at(owner))
+    assert caught.value.fault == owner.endpoint
+    assert kit.files(reader, "blocks") == kit.files(reader, "staging") == []
+
+
+async def test_without_room_a_reader_is_served_all_the_same(owner: Worker, reader: Worker) -> None:
+    for _ in range(4):
+        await kit.put(reader, os.urandom(MIB), owned=False)
+    data = os.urandom(2 * MIB)
+    address = (await kit.put(owner, data)).address
+    opened = await reader.opener.open(address, [at(owner)], 20.0)
+    assert os.pread(opened.fd, 2 * MIB, 0) == data
+    assert reader.store.get(address.block) is None
+    assert reader.fetcher._scratch_bytes == 2 * MIB
+    await reader.held.probe()
+    assert reader.fetcher._scratch_bytes == 2 * MIB, "somebody still reads it"
+    os.close(opened.fd)
+    await reader.held.probe()
+    assert reader.fetcher._scratch_bytes == 0
+
+
+async def test_room_for_a_fetch_is_made_by_eviction(owner: Worker, reader: Worker) -> None:
+    old = [await kit.put(reader, os.urandom(MIB)) for _ in range(4)]
+    address = (await kit.put(owner, os.urandom(MIB))).address
+    await open_bytes(reader, address, at(owner))
+    assert reader.store.get(address.block) is not None
+    assert reader.store.get(old[0].id) is None
+
+
+async def test_serving_a_peer_shields_a_block_from_eviction(owner: Worker, reader: Worker) -> None:
+    block = await kit.put(owner, b"data")
+    await open_bytes(reader, block.address, at(owner))
+    assert await owner.evictor.make_room(owner.store.volumes[0], 1) == 0
+
+
+async def test_frames_of_a_range(owner: Worker, link: AsyncLink) -> None:
+    data = os.urandom(3 * MIB + 5)
+    address = address_to_pb((await kit.put(owner, data)).address)
+    for offset, size in ((0, 0), (5, 0), (MIB - 1, 2), (2 * MIB, MIB), (len(data), 0)):
+        request = w.ReadRequest(address=address, offset_bytes=offset, size_bytes=size)
+        frames = [frame async for frame in link.read_frames(request, 10)]
+        assert b"".join(frames) == data[offset : offset + size if size else None]
+        assert all(len(frame) <= MIB for frame in frames)
+    assert owner.counters.read_bytes > len(data)
+
+
+@pytest.mark.parametrize(("offset", "size"), [(0, 5), (5, 0), (2**64 - 1, 1), (1, 2**64 - 1)])
+async def test_a_range_outside_of_the_block_is_refused(owner: Worker, link: AsyncLink, offset: int, size: int) -> None:
+    address = address_to_pb((await kit.put(owner, b"data")).address)
+    with pytest.raises(InvalidRequest):
+        [f async for f in link.read_frames(w.ReadRequest(address=address, offset_bytes=offset, size_bytes=size), 10)]
+
+
+def frames_of(data: bytes) -> list[bytes]:
+    return [data[i : i + MIB] for i in range(0, len(data), MIB)]
+
+
+async def test_what_is_sent_becomes_a_block(owner: Worker, link: AsyncLink) -> None:
+    data = os.urandom(2 * MIB + 5)
+    request = w.WriteRequest(session=7, length_bytes=len(data), hash=hash_block(data))
+    reply = await link.write_frames(request, frames_of(data), 10)
+    assert reply.volume == owner.store.volumes[0].id
+    assert await kit.get(owner, address_from_pb(reply.address)) == data
+    assert owner.sessions.is_over(7, owner.runtime.monotonic_s() + 0.2), "its grace began with the call's end"
+
+
+@pytest.mark.parametrize(
+    ("request_", "data", "error"),
+    [
+        (w.WriteRequest(session=7, length_bytes=4, hash=1), b"data", Corrupt),
+        (w.WriteRequest(session=7, length_bytes=5, hash=1), b"data", InvalidRequest),
+        (w.WriteRequest(session=7, length_bytes=3, hash=1), b"data", InvalidRequest),
+        (w.WriteRequest(session=7, length_bytes=0, hash=1), b"", InvalidRequest),
+        (w.WriteRequest(session=7, length_bytes=2**40, hash=1), b"", TooLarge),
+    ],
+)
+async def test_a_bad_write_leaves_nothing(
+    owner: Worker, link: AsyncLink, request_: w.WriteRequest, data: bytes, error: type[KvError]
+) -> None:
+    with pytest.raises(error):
+        await link.write_frames(request_, [data] if data else [], 10)
+    assert kit.files(owner, "blocks") == kit.files(owner, "staging") == []
+    assert owner.store.volumes[0].books.used == 0
+
+
+async def test_a_client_that_stops_in_the_middle_leaves_nothing(owner: Worker, link: AsyncLink) -> None:
+    asked_again = asyncio.Event()
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    class Frames:
+        """Two frames, and then none for as long as anybody waits."""
+
+        def __init__(self) -> None:
+            self.left = 2
+
+        def __iter__(self) -> Frames:
+            return self
+
+        def __next__(self) -> bytes:
+            self.left -= 1
+            if self.left < 0:
+                loop.call_soon_threadsafe(asked_again.set)
+                asyncio.run_coroutine_threadsafe(stop.wait(), loop).result(20)
+                raise StopIteration
+            return bytes(MIB)
+
+    request = w.WriteRequest(session=7, length_bytes=8 * MIB, hash=1)
+    call = asyncio.ensure_future(asyncio.to_thread(send_blocking, owner.endpoint, request, Frames()))
+    await asked_again.wait()
+    await kit.until(lambda: kit.files(owner, "staging"))
+    with pytest.raises(KvError):
+        await call
+    stop.set()
+    await kit.until(lambda: not kit.files(owner, "staging") and owner.store.volumes[0].books.used == 0)
+
+
+def send_blocking(endpoint: str, request: w.WriteRequest, frames: object) -> None:
+    link = Link(endpoint, Caller(session=7))
+    try:
+        link.write_frames(request, frames, 1.0)  # type: ignore[arg-type]
+    finally:
+        link.close()
+
+
+async def test_garbage_in_place_of_a_request_is_refused(owner: Worker) -> None:
+    async with grpc.aio.insecure_channel(owner.endpoint) as channel:
+        call: Any = channel.unary_stream("/kvstore.raw.Blocks/Read")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            [frame async for frame in call(b"\xff\xff\xff")]
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_caller_of_another_cluster_is_refused(owner: Worker) -> None:
+    owner.membership.cluster = "mine"
+    link = AsyncLink(owner.endpoint, Caller(cluster="another"))
+    with pytest.raises(Denied):
+        await link.call(WORKER_STAT, w.WorkerStatRequest(), 5)
+    with pytest.raises(Denied):
+        [f async for f in link.read_frames(w.ReadRequest(), 5)]
+    with pytest.raises(Denied):
+        await link.write_frames(w.WriteRequest(), [], 5)
+    await link.close()
+
+
+async def test_stat_tells_what_there_is(owner: Worker, link: AsyncLink) -> None:
+    await kit.put(owner, b"data", owned=False)
+    stat = await link.call(WORKER_STAT, w.WorkerStatRequest(), 5)
+    assert (stat.node, stat.blocks, stat.unpublished_blocks, stat.volumes[0].used_bytes) == ("owner", 1, 1, 4096)

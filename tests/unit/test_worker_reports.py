@@ -1,0 +1,233 @@
+"""What a worker and its master tell each other: reports, verdicts, fences, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.errors import Denied, Unavailable
+from kvstore.core.types import BlockId
+from kvstore.pb import master_pb2 as m
+from kvstore.worker.block import Block
+from kvstore.worker.worker import Worker
+from tests.support import worker_kit as kit
+from tests.support.fake_master import FakeMaster, make, running, split
+from tests.support.worker_kit import MIB
+
+
+@pytest.fixture
+async def master() -> AsyncIterator[FakeMaster]:
+    fake = make()
+    async with running(fake):
+        yield fake
+
+
+@pytest.fixture
+async def worker(master: FakeMaster, tmp_path: Path) -> AsyncIterator[Worker]:
+    async with kit.running(kit.settings(tmp_path, master=master.endpoint), joined=True) as worker:
+        worker.sessions.enter(1)
+        yield worker
+
+
+async def put(worker: Worker, master: FakeMaster, data: bytes) -> Block:
+    """A published block."""
+    block = await kit.put(worker, data)
+    master.publish(block.address)
+    return block
+
+
+async def test_registration_says_everything(worker: Worker, master: FakeMaster) -> None:
+    [told] = master.registrations
+    assert (told.node, told.endpoint, told.boot) == ("a", worker.endpoint, worker.store.fences.boot)
+    assert [v.id for v in told.volumes] == [worker.store.volumes[0].id]
+    assert [(f.boot, f.counter) for f in told.fences] == [(told.boot, 1)]
+    await master.until(lambda: "a" in master.beats)
+
+
+async def test_published_blocks_become_owned_and_the_fence_follows(worker: Worker, master: FakeMaster) -> None:
+    first, second = [await kit.put(worker, os.urandom(100), owned=False) for _ in range(2)]
+    await master.until(lambda: second.id in master.replicas)
+    assert not first.owned
+    master.publish(first.address)
+    await master.until(lambda: 2 in master.fences.values())
+    assert (first.owned, second.owned) == (True, False)
+
+
+async def test_blocks_of_a_living_session_are_never_made_dead(worker: Worker, master: FakeMaster) -> None:
+    block = await kit.put(worker, b"data", owned=False)
+    block.since_s -= 1000
+    count = len(master.reports)
+    await master.until(lambda: len(master.reports) > count + 2)
+    assert block.id not in master.dead
+
+
+async def test_what_an_ended_session_left_is_made_dead_then_unlinked(worker: Worker, master: FakeMaster) -> None:
+    block = await kit.put(worker, b"data", owned=False)
+    worker.sessions.leave(1, worker.runtime.monotonic_s())
+    await master.until(lambda: block.id in master.dead)
+    await master.until(lambda: any(block.id in split(r.nowhere_ids) for r in master.reports))
+    assert kit.files(worker, "blocks") == []
+    assert worker.store.volumes[0].books.used == 0
+
+
+async def test_a_block_published_in_the_last_moment_survives_being_made_dead(
+    worker: Worker, master: FakeMaster
+) -> None:
+    """The dead report and the Publish cross: the master's verdict decides, not the worker's intent."""
+    block = await kit.put(worker, b"data", owned=False)
+    master.publish(block.address)
+    worker.sessions.leave(1, worker.runtime.monotonic_s() - 1000)
+    block.since_s -= 1000
+    await master.until(lambda: any(block.id in split(r.dead_ids) for r in master.reports))
+    count = len(master.reports)
+    worker.store.on_change(block.id)
+    await master.until(lambda: len(master.reports) > count)
+    assert await kit.get(worker, block.address) == b"data"
+
+
+async def test_removed_blocks_are_unlinked_by_order_and_reported(worker: Worker, master: FakeMaster) -> None:
+    block = await put(worker, master, b"data")
+    master.remove(block.address)
+    master.commands.append(m.Command(unlink=m.Unlink(block_ids=block.id.pack() + BlockId(9, 9).pack())))
+    await master.until(lambda: {block.id, BlockId(9, 9)} <= {b for r in master.reports for b in split(r.nowhere_ids)})
+    assert kit.files(worker, "blocks") == []
+
+
+async def test_evict_tells_first_and_unlinks_after_the_reply(
+    worker: Worker, master: FakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.worker.report.ANNOUNCE_WAIT_S", 30.0)  # a busy machine is no absent master
+    block = await put(worker, master, os.urandom(MIB))
+    told = asyncio.Event()
+    take = master._take
+
+    def look(request: m.ReportRequest) -> None:
+        if block.id in split(request.nowhere_ids):
+            assert os.path.exists(block.path), "told before it is gone"
+            told.set()
+        take(request)
+
+    master._take = look  # type: ignore[method-assign]
+    assert await worker.evictor.evict([block]) == MIB
+    assert told.is_set()
+    assert not os.path.exists(block.path)
+
+
+async def test_without_a_master_the_cap_holds_and_the_eviction_is_told_later(
+    worker: Worker, master: FakeMaster
+) -> None:
+    block = await put(worker, master, os.urandom(MIB))
+    master.fail = Unavailable("gone")
+    assert await worker.evictor.evict([block]) == MIB
+    master.fail = None
+    await master.until(lambda: any(block.id in split(r.nowhere_ids) for r in master.reports))
+
+
+async def test_a_reader_that_finds_nothing_repairs_the_map(worker: Worker, master: FakeMaster) -> None:
+    block = await put(worker, master, b"data")
+    await master.until(lambda: block.id in master.replicas)
+    os.unlink(block.path)
+    block.verified = False
+    with pytest.raises(Exception, match=r"gone|No such file"):
+        await kit.get(worker, block.address)
+    await master.until(lambda: block.id not in master.replicas)
+    assert worker.store.volumes[0].books.used == 0
+
+
+async def test_a_gap_makes_a_full_report(worker: Worker, master: FakeMaster) -> None:
+    blocks = [await put(worker, master, os.urandom(10)) for _ in range(3)]
+    await master.until(lambda: all(b.id in master.replicas for b in blocks))
+    master.replicas.clear()
+    master.next_report["a"] = 1000
+    worker.store.on_change(blocks[0].id)
+    await master.until(lambda: all(b.id in master.replicas for b in blocks))
+    assert master.reports[-1].number >= 1000
+
+
+async def test_full_reports_come_in_pieces_that_cover_every_id(
+    worker: Worker, master: FakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await master.until(lambda: any(r.HasField("full") for r in master.reports))  # the one of the registration
+    monkeypatch.setattr("kvstore.worker.fullreport.MAX_BATCH", 2)
+    blocks = [await put(worker, master, os.urandom(10)) for _ in range(5)]
+    stray = BlockId(3, 3)
+    master.replicas[stray] = {worker.store.volumes[0].id}
+    count = len(master.reports)
+    master.commands.append(m.Command(full_report=m.FullReport()))
+    await master.until(lambda: sum(1 for r in master.reports[count:] if r.HasField("full")) == 3)
+    pieces = [r.full for r in master.reports[count:] if r.HasField("full")]
+    assert [len(split(p.ids)) for p in pieces] == [2, 2, 1]
+    assert (pieces[0].first, pieces[-1].last) == (b"", b"")
+    for before, after in itertools.pairwise(pieces):
+        assert int.from_bytes(after.first) == int.from_bytes(before.last) + 1
+    assert {b.id for b in blocks} == {i for p in pieces for i in split(p.ids)}
+    assert not master.replicas[stray], "what the master had besides is gone"
+
+
+async def test_a_restart_keeps_blocks_and_the_fences_of_earlier_boots(master: FakeMaster, tmp_path: Path) -> None:
+    settings = kit.settings(tmp_path, master=master.endpoint)._replace(session_grace_s=60)
+    async with kit.running(settings, joined=True) as worker:
+        owned = await kit.put(worker, b"owned", owned=False)
+        unpublished = await kit.put(worker, b"unpublished", owned=False)
+        master.publish(owned.address)
+        await master.until(lambda: 2 in master.fences.values())
+    async with kit.running(settings, joined=True) as worker:
+        fences = {f.boot: f.counter for f in master.registrations[-1].fences}
+        assert fences == {worker.store.fences.boot: 1, owned.id.boot: 1}, "nobody knows yet which one was published"
+        master.publish(unpublished.address)
+        await master.until(lambda: worker.store.fences.boot in master.fences and owned.id.boot not in master.fences)
+        assert await kit.get(worker, owned.address) == b"owned"
+        assert await kit.get(worker, unpublished.address) == b"unpublished"
+
+
+async def test_a_master_that_asks_gets_a_new_registration(worker: Worker, master: FakeMaster) -> None:
+    block = await put(worker, master, b"data")
+    master.replicas.clear()
+    master.next_report.clear()
+    master.commands.append(m.Command(register=m.Reregister()))
+    await master.until(lambda: len(master.registrations) == 2 and block.id in master.replicas)
+
+
+async def test_another_cluster_is_refused(worker: Worker, master: FakeMaster) -> None:
+    master.cluster = "another"
+    error = await asyncio.wait_for(asyncio.shield(worker.refused), 10)
+    assert isinstance(error, Denied)
+    assert "another" in error.message
+
+
+@pytest.mark.allow_errors("lost state", "rolled back earlier")
+async def test_a_rolled_back_master_collects_nothing_even_after_a_restart(master: FakeMaster, tmp_path: Path) -> None:
+    settings = kit.settings(tmp_path, master=master.endpoint)
+    master.sequence = 100
+    async with kit.running(settings, joined=True) as worker:
+        block = await put(worker, master, b"data")
+        master.publish(block.address)
+        await master.until(lambda: block.id in master.replicas)
+    master.sequence = 50
+    master.owned.clear()
+    master.dead.add(block.id)
+    async with kit.running(settings, joined=True) as worker:
+        await master.until(lambda: any(block.id in split(r.full.ids) for r in master.reports[-3:]))
+        worker.on_verdicts([(block.id, m.DEAD)])
+        worker._unlink(block.id.pack())
+        assert not worker.membership.collects
+        assert await kit.get(worker, block.address) == b"data"
+    master.sequence = 500
+    async with kit.running(settings, joined=True) as worker:
+        assert not worker.membership.collects, "it has grown past what we knew, and is still not the same"
+    async with kit.running(settings._replace(accept_rollback=True), joined=True) as worker:
+        await master.until(lambda: any(block.id in split(r.nowhere_ids) for r in master.reports))
+
+
+async def test_the_sequence_is_kept_beside_the_data(master: FakeMaster, tmp_path: Path) -> None:
+    master.sequence = 77
+    settings = kit.settings(tmp_path, master=master.endpoint)
+    async with kit.running(settings, joined=True):
+        pass
+    async with kit.running(settings._replace(master=[kit.NOBODY])) as worker:
+        assert (worker.membership.cluster, worker.membership.sequence) == (master.cluster, 77)
