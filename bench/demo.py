@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -24,9 +23,10 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from bench.store import PYTHON, running
+
 HERE = Path(__file__).resolve().parent
 ACCEPTANCE = HERE.parent.parent / "shared" / "acceptance" / "lmcache_e2e.py"
-START_TIMEOUT_S = 60
 PHASE_TIMEOUT_S = 300
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 
@@ -54,29 +54,11 @@ def missing() -> list[str]:
     return [text for there, text in needs if not there]
 
 
-@contextmanager
-def store(home: Path, mounts: list[Path]) -> Iterator[dict[str, Any]]:
-    """Two nodes, `kvstore up`; gives what it announced."""
-    log = home / "store.log"
-    command = [sys.executable, "-m", "kvstore", "up", "--data", str(home / "data"), "--workers", "2", "--port", "0"]
-    command += ["--capacity", "4GiB", "--json", *(part for path in mounts for part in ("--mount", str(path)))]
-    with log.open("wb") as errors, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as up:
-        try:
-            assert up.stdout is not None
-            line = up.stdout.readline()
-            if not line:
-                raise SystemExit(f"the store did not start; its log:\n{log.read_text()[-4000:]}")
-            yield json.loads(line)
-        finally:
-            up.send_signal(signal.SIGTERM)
-            up.wait(START_TIMEOUT_S)
-
-
 def run_phase(title: str, command: list[str]) -> Phase:
     """Run one process to its end and take the JSON of its last line."""
     with console.status(title):
         done = subprocess.run(
-            [sys.executable, *command],
+            [PYTHON, *command],
             capture_output=True,
             text=True,
             timeout=PHASE_TIMEOUT_S,
@@ -123,8 +105,8 @@ def through_sdk(home: Path, chunks: int) -> list[Phase]:
 
 @contextmanager
 def starting(home: Path, mounts: list[Path]) -> Iterator[dict[str, Any]]:
-    """`store`, with a line that says so while it takes long."""
-    with store(home, mounts) as facts:
+    """A store, with a line that says so while it takes long."""
+    with running(home, mounts, capacity="4GiB") as facts:
         console.print(f"  [green]ok[/]  a store with two nodes and {len(mounts)} mounts: {facts['url']}")
         yield facts
 
@@ -132,7 +114,7 @@ def starting(home: Path, mounts: list[Path]) -> Iterator[dict[str, Any]]:
 def acceptance(mounts: list[Path], chunks: int) -> None:
     """The acceptance script beside the checkout, where it is there: producer on one mount, consumer on the other."""
     for role, mount in zip(("producer", "consumer"), mounts, strict=True):
-        command = [sys.executable, str(ACCEPTANCE), "--role", role, "--dir", f"{mount}/acceptance"]
+        command = [PYTHON, str(ACCEPTANCE), "--role", role, "--dir", f"{mount}/acceptance"]
         with console.status(f"acceptance script, {role}"):
             done = subprocess.run(
                 [*command, "--chunks", str(chunks)],

@@ -18,6 +18,7 @@ from kvstore.client.files import Buffer, Progress, no_progress
 from kvstore.client.flow import AsyncFlow
 from kvstore.client.jobs import (
     MAX_RACES,
+    MKDIR_WORDS,
     Flags,
     GetJob,
     Put,
@@ -111,9 +112,7 @@ class AsyncClient:
         return self._parts.cluster
 
     async def start(self, *, timeout_s: float | None = None) -> None:
-        """Learn the cluster, and meet the local worker. Every call does it where it was not done; raises why it
-        cannot.
-        """
+        """Learn the cluster, and meet the local worker; every call does it if need be. Raises why it cannot."""
         await self._parts.start(self._deadline(timeout_s))
 
     async def close(self) -> None:
@@ -231,7 +230,7 @@ class AsyncClient:
             (row,) = await self.meta.mkdir([name], parents=parents, mode=mode, timeout_s=deadline.left_s)
         finally:
             self._cache.changed(name)
-        return or_raise(row)
+        return or_raise(told(row, path, MKDIR_WORDS))
 
     async def statfs(self, path: str = "", *, timeout_s: float | None = None) -> Statfs:
         """Capacity of the cluster; files and directories of the whole store."""
@@ -299,9 +298,7 @@ class AsyncClient:
     async def _change(
         self, path: str, names: Sequence[str], change: Callable[[int], Awaitable[KvError | None]], deadline: Deadline
     ) -> None:
-        """Change what `path` is now, naming its inode so that it can be repeated; again if it became another
-        meanwhile.
-        """
+        """Change what `path` is now, by its inode, so that it may be repeated; anew if it became another one."""
         try:
             for attempt in range(MAX_RACES):
                 entry = await self.stat(path, timeout_s=deadline.left_s)

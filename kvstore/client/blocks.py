@@ -33,13 +33,11 @@ from kvstore.runtime import P, Runtime
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-INLINE_BYTES = 64 * 1024
-"""Reads and writes up to here are done on the loop: in the page cache they take less time than a hop to a thread."""
+INLINE_BYTES = 256 * 1024
+"""Reads and writes up to here are done on the loop: from the page cache 10 µs, and 51 µs by way of a thread."""
 ABANDON_TIMEOUT_S = 1.0
 MAX_STREAMS = 4
-"""Blocks that one call takes from, or sends to, remote workers at the same time: two fill the loop's core (field
-notes).
-"""
+"""Transfers to or from remote workers at the same time: two fill the loop's core (field notes)."""
 
 
 class AsyncBlocks(Protocol):
@@ -177,9 +175,7 @@ class AsyncLocalBlocks:
         return await self._to_its_end(files.load_and_close, fd, wish.entry.length_bytes, wish.view)
 
     async def _to_its_end(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """In a thread that closes the fd itself, caller or not: a number closed under a thread may be another file by
-        then.
-        """
+        """In a thread that closes the fd itself, caller or not: closed under the thread, it may be another file."""
         return await asyncio.shield(asyncio.ensure_future(self._runtime.in_thread(function, *args, **kwargs)))
 
 
@@ -228,15 +224,15 @@ class AsyncRemoteBlocks:
         if entry.address is None:
             return empty_fd()
         deadline = Deadline.of(timeout_s, fetch_timeout_s(entry.length_bytes))
-        fd = files.scratch_fd(self._directory)
+        view = memoryview(bytearray(entry.length_bytes))
+        async with self._streams:
+            await self._remote.load(entry.address, entry.replicas, view, timeout_s=deadline.left_s)
+        made = asyncio.ensure_future(self._runtime.in_thread(files.scratch_of, self._directory, view))
         try:
-            async with self._streams:
-                view = memoryview(bytearray(entry.length_bytes))
-                await self._remote.load(entry.address, entry.replicas, view, timeout_s=deadline.left_s)
-            await self._runtime.in_thread(files.write_all, fd, view)
-            return files.reopened(fd, os.O_RDONLY)
-        finally:
-            os.close(fd)
+            return await asyncio.shield(made)
+        except asyncio.CancelledError:
+            made.add_done_callback(_close_result)
+            raise
 
     async def touch(self, entries: Sequence[Entry], *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
         """Nothing to do: workers see the reads themselves."""
@@ -338,6 +334,12 @@ class AsyncEitherBlocks:
 
     def _owner(self, staging: Staging) -> AsyncBlocks:
         return self._local if staging.owner is self._local else self._remote
+
+
+def _close_result(made: asyncio.Future[int]) -> None:
+    """Of a thread whose caller was cancelled meanwhile."""
+    if not made.cancelled() and made.exception() is None:
+        os.close(made.result())
 
 
 async def abandon(blocks: AsyncBlocks, staging: Staging) -> None:

@@ -17,9 +17,7 @@ PATIENCE_S = 0.2
 
 
 def blames(error: BaseException, endpoint: str) -> bool:
-    """Whether it is the fault of the one that was called, not of somebody behind it. Whoever answers, with whatever
-    error, works.
-    """
+    """Whether it is the fault of the one that was called. Whoever answers works, with whatever error."""
     return isinstance(error, Unavailable | Timeout) and error.fault == endpoint
 
 

@@ -31,9 +31,7 @@ class Token(NamedTuple):
 
 
 class MetadataCache:
-    """`_entries`: path → (expiry, entry), least recently used first. `_changes`: path → number of its last own
-    change.
-    """
+    """`_entries`: path → (expiry, entry), least recently used first. `_changes`: path → its last own change."""
 
     def __init__(
         self,

@@ -31,8 +31,7 @@ MAX_TRIES = 3
 
 
 def in_order(replicas: Sequence[Replica], works: Callable[[str], bool], random_u64: int) -> list[Replica]:
-    """Replicas in the order in which to ask: links that work first, then the fast tiers, equals turned by the random
-    number.
+    """Replicas in the order in which to ask: links that work first, then fast tiers; equals turn by the number.
 
     One replica a worker: it knows itself which of its volumes is the best.
     """

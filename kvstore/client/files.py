@@ -130,6 +130,16 @@ def scratch_fd(directory: str | None) -> int:
     return fd
 
 
+def scratch_of(directory: str | None, view: memoryview) -> int:
+    """A read-only fd of a file without a name that holds these bytes."""
+    fd = scratch_fd(directory)
+    try:
+        write_all(fd, view)
+        return reopened(fd, os.O_RDONLY)
+    finally:
+        os.close(fd)
+
+
 def reopened(fd: int, flags: int) -> int:
     """Another open of the same file, with flags of its own; works for files without a name."""
     try:

@@ -8,7 +8,7 @@ A `PutJob` goes store → publish, and again (with new blocks) for what failed i
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from kvstore.client import files
@@ -51,14 +51,20 @@ class Put(NamedTuple):
     created: bool
 
 
-_WORDS = {"no_name": "does not exist", "no_replica": "no live worker has it", "not_directory": "goes through a file"}
+WORDS: Mapping[str, str] = {
+    "no_name": "does not exist",
+    "no_replica": "no live worker has it",
+    "not_directory": "goes through a file",
+    "exists": "exists already",
+}
+MKDIR_WORDS = {**WORDS, "no_name": "a directory above it does not exist"}
 
 
-def told(row: T, name: str) -> T | KvError:
+def told(row: T, name: str, words: Mapping[str, str] = WORDS) -> T | KvError:
     """Rows of a batch carry the reason alone: a line for people. Anything but such an error stays as it is."""
     if not isinstance(row, KvError) or row.message != row.reason:
         return row
-    return type(row)(f"{name or '/'}: {_WORDS.get(row.reason, row.reason)}", reason=row.reason, fault=row.fault)
+    return type(row)(f"{name or '/'}: {words.get(row.reason, row.reason)}", reason=row.reason, fault=row.fault)
 
 
 def as_miss(error: KvError) -> KvError:

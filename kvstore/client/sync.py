@@ -15,6 +15,7 @@ from kvstore.client.files import Buffer, Progress, no_progress
 from kvstore.client.flow import Flow
 from kvstore.client.jobs import (
     MAX_RACES,
+    MKDIR_WORDS,
     Flags,
     GetJob,
     Put,
@@ -46,8 +47,9 @@ class Client:
     `timeout_s`, the deadline of the whole call (default: the client's, plus time for the bytes that it moves), and
     raises only `KvError`s.
 
-    After a fork the child's copy works on: it opens connections of its own and has a session of its own. (gRPC's
-    channels and the sockets of the parent do not work in a child.)
+    After a fork the child's copy works on: it opens connections of its own and has a session of its own, since gRPC's
+    channels and the sockets of the parent do not work there. gRPC does not allow a fork while another thread is in a
+    call (tried: it crashes): fork first, or use ``spawn``.
     """
 
     def __init__(
@@ -108,9 +110,7 @@ class Client:
         return self._parts.cluster
 
     def start(self, *, timeout_s: float | None = None) -> None:
-        """Learn the cluster, and meet the local worker. Every call does it where it was not done; raises why it
-        cannot.
-        """
+        """Learn the cluster, and meet the local worker; every call does it if need be. Raises why it cannot."""
         self._parts.start(self._deadline(timeout_s))
 
     def close(self) -> None:
@@ -222,7 +222,7 @@ class Client:
             (row,) = self.meta.mkdir([name], parents=parents, mode=mode, timeout_s=deadline.left_s)
         finally:
             self._cache.changed(name)
-        return or_raise(row)
+        return or_raise(told(row, path, MKDIR_WORDS))
 
     def statfs(self, path: str = "", *, timeout_s: float | None = None) -> Statfs:
         """Capacity of the cluster; files and directories of the whole store."""
@@ -311,9 +311,7 @@ class Client:
     def _change(
         self, path: str, names: Sequence[str], change: Callable[[int], KvError | None], deadline: Deadline
     ) -> None:
-        """Change what `path` is now, naming its inode so that it can be repeated; again if it became another
-        meanwhile.
-        """
+        """Change what `path` is now, by its inode, so that it may be repeated; anew if it became another one."""
         try:
             for attempt in range(MAX_RACES):
                 entry = self.stat(path, timeout_s=deadline.left_s)

@@ -144,12 +144,7 @@ class RemoteBlocks:
         view = memoryview(bytearray(entry.length_bytes))
         deadline = Deadline.of(timeout_s, fetch_timeout_s(entry.length_bytes))
         self._remote.load(entry.address, entry.replicas, view, timeout_s=deadline.left_s)
-        fd = files.scratch_fd(self._directory)
-        try:
-            files.write_all(fd, view)
-            return files.reopened(fd, os.O_RDONLY)
-        finally:
-            os.close(fd)
+        return files.scratch_of(self._directory, view)
 
     def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock:
         deadline = Deadline.of(timeout_s, store_timeout_s(len(view)))

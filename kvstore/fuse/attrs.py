@@ -29,7 +29,9 @@ def of_entry(inode: int, entry: Entry, timeout_s: float, *, removed: bool = Fals
 
 
 def of_local(file: LocalFile, inode: int | None = None) -> EntryAttributes:
-    """Never kept by the kernel: the next look-up of the name may lead elsewhere (rule 23). `inode` is the number it asked for."""
+    """Never kept by the kernel: the next look-up of the name may lead elsewhere (rule 23). `inode` is the number it
+    asked for.
+    """
     attributes = _attributes(inode or file.inode, file.mode, file.uid, file.gid, file.size_bytes)
     attributes.st_atime_ns = attributes.st_mtime_ns = file.mtime_ns
     attributes.st_ctime_ns = file.ctime_ns

@@ -1,4 +1,6 @@
-"""Changes of names and attributes: mkdir, rmdir, unlink, rename, setattr. Keys are (inode of the directory at the master, name)."""
+"""Changes of names and attributes: mkdir, rmdir, unlink, rename, setattr. Keys are (inode of the directory at the
+master, name).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The mount's link to the master: one call each, with one deadline, behind a circuit (rule 25).
 
-After one call that got no answer the circuit is open: calls fail at once, and a ping in the background closes it again. So a
-master that is away costs one deadline, not one for each operation: LMCache's look-up of a prompt is dozens of serial stats.
+After one call that got no answer the circuit is open: calls fail at once, and a ping in the background closes it again.
+So a master that is away costs one deadline, not one for each operation: LMCache's look-up of a prompt is dozens of
+serial stats.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Open files: create, open, read, write, flush, release. All inode numbers are the kernel's below the root, which are the master's."""
+"""Open files: create, open, read, write, flush, release. All inode numbers are the kernel's below the root, which are
+the master's.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,8 @@ class Files:
         await self._area.drop(file)
 
     async def truncate_sealed(self, inode: int, size_bytes: int) -> None:
-        """truncate(2) by path of a file that is not open for writing: a new version is published. Raises Stale when that is done.
+        """truncate(2) by path of a file that is not open for writing: a new version is published. Raises Stale when
+        that is done.
 
         The kernel then looks the name up again and finds a file that has the length already.
         """
@@ -215,15 +218,17 @@ class Files:
         if file is None:
             raise Stale("this version of the file is gone")
         if expected and not file.temporary and file.entry is not None:
-            # The look-up came while a writer's number stood for the name: this reader gets what was published last, past the
-            # page cache, which is the writer's.
+            # The look-up came while a writer's number stood for the name: this reader gets what was published last,
+            # past the page cache, which is the writer's.
             opened = self._hand_out(await self._open_sealed(await self._tree.by_inode(file.entry.inode)))
             return opened._replace(direct=True, keep_cache=False)
         await self._load(file)
         return self._hand_out_local(file, number, flags)
 
     async def _version_to_write(self, found: LocalFile, key: Key, flags: int) -> LocalFile:
-        """The version that an open of `found`, looked up as temporary `key`, writes: never one that somebody else may be writing."""
+        """The version that an open of `found`, looked up as temporary `key`, writes: never one that somebody else may
+        be writing.
+        """
         appends = bool(flags & os.O_APPEND) or (flags & _ACCESS) == os.O_RDWR
         if self._local.temps.is_ready(key, found):
             fresh = self._local.rewrite(found, self._runtime.wall_ns(), self._runtime.monotonic_s())
@@ -234,8 +239,9 @@ class Files:
             return found  # known to its writer alone, who opens his own descriptor again (/proc/self/fd)
         if appends:
             raise Stale("another writer was quicker: look it up again")
-        # Since the look-up another writer has opened or renamed that version. This handle, which goes past the page cache, gets one
-        # of its own behind the same number: a new look-up could lose the race again, and the kernel makes only one.
+        # Since the look-up another writer has opened or renamed that version. This handle, which goes past the page
+        # cache, gets one of its own behind the same number: a new look-up could lose the race again, and the kernel
+        # makes only one.
         version = self._local.new(key, True, found.mode, found.uid, found.gid, self._runtime.wall_ns())
         self._local.temps.opened(key, version)
         return version
@@ -280,7 +286,9 @@ class Files:
         return Opened(handle, direct=self._direct_io or access == os.O_WRONLY, keep_cache=False)
 
     async def _close(self, file: LocalFile, number: int, writes: bool) -> None:
-        """A handle is gone; with the last one goes what has no name. Writes through a map may have come after the last flush."""
+        """A handle is gone; with the last one goes what has no name. Writes through a map may have come after the last
+        flush.
+        """
         self._local.closed(file, number, writes)
         if file.temporary:
             if writes and file.writers == 0 and file.key is not None and not file.renaming:

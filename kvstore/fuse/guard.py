@@ -1,8 +1,9 @@
 """The one guard around every FUSE operation.
 
-In asyncio mode pyfuse3 swallows what a handler raises, unless it is a FUSEError: no reply, no log line, and the caller hangs for
-ever (pyfuse3 issue 93). So every handler runs inside `guarded`: it has a deadline, and every exception, a cancellation
-included, ends as a log line and an errno. `guarded_operations` wraps a whole class, so that nobody can forget one.
+In asyncio mode pyfuse3 swallows what a handler raises, unless it is a FUSEError: no reply, no log line, and the caller
+hangs for ever (pyfuse3 issue 93). So every handler runs inside `guarded`: it has a deadline, and every exception, a
+cancellation included, ends as a log line and an errno. `guarded_operations` wraps a whole class, so that nobody can
+forget one.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def _log(name: str, args: tuple[Any, ...], error: BaseException, code: int) -> N
     if isinstance(error, KvError):
         log.log(_level(code), "%s: %s", name, error.message, extra={"errno": errno.errorcode.get(code, code)})
     elif isinstance(error, TimeoutError | OSError):
-        log.warning("%s: %s", name, str(error) or type(error).__name__, extra={"errno": errno.errorcode.get(code, code)})
+        text = str(error) or type(error).__name__
+        log.warning("%s: %s", name, text, extra={"errno": errno.errorcode.get(code, code)})
     elif isinstance(error, asyncio.CancelledError):
         log.warning("%s was cancelled; its caller gets EIO", name)
     else:

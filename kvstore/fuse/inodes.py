@@ -1,8 +1,8 @@
 """Numbers and remembered entries.
 
-The kernel's inode numbers are the master's, with two exceptions (rule 23): the directory that the mount shows is 1, and numbers with
-bit 62 are staging files of this mount. `EntryCache` remembers what the master said, for as long as the time to live allows, and longer
-while the master is away. Pure: time comes in.
+The kernel's inode numbers are the master's, with two exceptions (rule 23): the directory that the mount shows is 1, and
+numbers with bit 62 are staging files of this mount. `EntryCache` remembers what the master said, for as long as the
+time to live allows, and longer while the master is away. Pure: time comes in.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ class EntryCache:
             del self._names[cached.key]
 
     def touch(self, inode: int, now_ns: int) -> None:
-        """A directory's content changed here: its times are what the master's clock says, near enough until it is asked again."""
+        """A directory's content changed here: its times are what the master's clock says, near enough until it is
+        asked again.
+        """
         cached = self._directories.get(inode)
         if cached:
             self._directories[inode] = cached._replace(entry=cached.entry._replace(mtime_ns=now_ns, ctime_ns=now_ns))

@@ -1,7 +1,8 @@
 """Directory listings: pages of the master's ordered list, then the temporary names of this mount.
 
-A position is the number of names before it. The names seen so far stay in memory with the handle (80 MB for a million), the entries of
-one page do; going back fetches the page again by name. So positions are stable while entries come and go.
+A position is the number of names before it. The names seen so far stay in memory with the handle (80 MB for a million),
+the entries of one page do; going back fetches the page again by name. So positions are stable while entries come and
+go.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ LocalNames = Callable[[], list[tuple[str, LocalFile]]]
 
 
 class Listing:
-    """One open directory (a number of the master's). `local` gives the names of this mount alone; `hidden` ones are left out."""
+    """One open directory (a number of the master's). `local` gives the names of this mount alone; `hidden` ones are
+    left out.
+    """
 
     def __init__(self, tree: Tree, directory: int, local: LocalNames, hidden: Callable[[str], bool]) -> None:
         self.directory = directory

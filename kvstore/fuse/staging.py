@@ -27,8 +27,12 @@ log = logging.getLogger(__name__)
 FIRST_RESERVATION_BYTES: Final = 4 * MIB
 MAX_RESERVATION_STEP_BYTES: Final = 256 * MIB
 """Reservations grow fourfold up to this step: a chunk of 14 MiB takes two calls, a file of 1 GiB eight."""
-INLINE_WRITE_BYTES: Final = 64 * KIB
-"""Smaller writes cost less than the way to a thread and back (about 60 µs)."""
+SMALL_WRITE_BYTES: Final = 64 * KIB
+"""Always written on the loop: the way to a thread and back costs more (about 150 µs)."""
+SLOW_WRITE_S: Final = 0.005
+THREADS_FOR_S: Final = 1.0
+"""Bigger ones too while the page cache takes them (0.3 ms a MiB; 30 % more MB/s). Once one took `SLOW_WRITE_S` the kernel is holding
+writers back for the disk, and for so long they go to threads, so that nobody else waits for it."""
 _COPY_BYTES: Final = 1 * GIB
 
 
@@ -37,6 +41,7 @@ class StagingArea:
 
     def __init__(self, blocks: AsyncBlocks, runtime: Runtime, max_block_bytes: int) -> None:
         self._blocks, self._runtime, self.max_block_bytes = blocks, runtime, max_block_bytes
+        self._threads_until_s = 0.0
 
     async def write(self, file: LocalFile, offset: int, data: bytes) -> int:
         """Write all of `data`. Raises TooLarge, NoSpace."""
@@ -46,8 +51,11 @@ class StagingArea:
             # Bytes that come in order are hashed while the processor's cache has them: at the flush it would be another pass.
             hasher, file.hasher = file.hasher if offset == file.size_bytes else None, None
             file.changed(max(file.size_bytes, end), self._runtime.wall_ns())
-            if len(data) <= INLINE_WRITE_BYTES:
+            start_s = self._runtime.monotonic_s()
+            if len(data) <= SMALL_WRITE_BYTES or start_s >= self._threads_until_s:
                 write_all(fd, offset, data, hasher)
+                if (end_s := self._runtime.monotonic_s()) - start_s > SLOW_WRITE_S:
+                    self._threads_until_s = end_s + THREADS_FOR_S
             else:
                 await on_fd(self._runtime, fd, write_all, offset, data, hasher)
             file.hasher = hasher

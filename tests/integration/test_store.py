@@ -139,7 +139,8 @@ def test_without_a_master_reads_miss_and_puts_say_why(cluster: Cluster) -> None:
             client.put("w", b"1", timeout_s=0.5)
         assert put.value.reason in ("unavailable", "timeout")
         cluster.master.start()
-        assert client.get("v", timeout_s=10) == b"1"
+        # In time: left to itself, grpc's synchronous channel takes another 4 s to find the server again.
+        assert client.get("v", timeout_s=2) == b"1"
 
 
 # ---- a worker dies ----
@@ -207,7 +208,7 @@ def test_a_wiped_volume_makes_misses(cluster: Cluster) -> None:
     with client_of(cluster, first) as writer, client_of(cluster, second) as reader:
         writer.put("v", os.urandom(1000))
         for path in first.block_files:
-            path.unlink()
+            path.unlink(missing_ok=True)
         with pytest.raises(NotFound):
             reader.get("v")
         with pytest.raises(NotFound):
@@ -288,7 +289,7 @@ def refused(call: Callable[[], object]) -> grpc.StatusCode | None:
     try:
         call()
     except grpc.RpcError as error:
-        return error.code()  # type: ignore[attr-defined,no-any-return]
+        return error.code()
     return None
 
 

@@ -22,7 +22,9 @@ class Mount:
 
     @property
     def is_mounted(self) -> bool:
-        return any(line.split(" ")[4] == str(self.path) for line in Path("/proc/self/mountinfo").read_text().splitlines())
+        return any(
+            line.split(" ")[4] == str(self.path) for line in Path("/proc/self/mountinfo").read_text().splitlines()
+        )
 
 
 @contextmanager

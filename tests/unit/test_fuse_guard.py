@@ -98,6 +98,8 @@ def test_handlers_take_what_pyfuse3_gives() -> None:
 def test_only_poll_is_left_to_the_kernel() -> None:
     """What we do not define raises ENOSYS, after which the kernel never asks again."""
     ours = {name for cls in Operations.__mro__[:1] for name in vars(cls)}
-    inherited = {n for n in guard.handler_names() if getattr(Operations, n).__wrapped__ is getattr(pyfuse3.Operations, n)}
+    inherited = {
+        n for n in guard.handler_names() if getattr(Operations, n).__wrapped__ is getattr(pyfuse3.Operations, n)
+    }
     assert inherited == {"poll"}
     assert ours >= guard.handler_names()

@@ -78,15 +78,21 @@ async def test_what_an_ended_session_left_is_made_dead_then_unlinked(worker: Wor
 async def test_a_block_published_in_the_last_moment_survives_being_made_dead(
     worker: Worker, master: FakeMaster
 ) -> None:
-    """The dead report and the Publish cross: the master's verdict decides, not the worker's intent."""
+    """The Publish overtakes the report that calls the block dead: the verdict decides, not the worker's intent."""
     block = await kit.put(worker, b"data", owned=False)
-    master.publish(block.address)
-    worker.sessions.leave(1, worker.runtime.monotonic_s() - 1000)
-    block.since_s -= 1000
-    await master.until(lambda: any(block.id in split(r.dead_ids) for r in master.reports))
-    count = len(master.reports)
-    worker.store.on_change(block.id)
-    await master.until(lambda: len(master.reports) > count)
+    take, told = master._take, asyncio.Event()
+
+    def publish_first(request: m.ReportRequest) -> None:
+        if block.id in split(request.dead_ids):
+            master.publish(block.address)
+            told.set()
+        take(request)
+
+    master._take = publish_first  # type: ignore[method-assign]
+    worker.sessions.leave(1, worker.runtime.monotonic_s())
+    async with asyncio.timeout(10):
+        await told.wait()
+    await kit.until(lambda: block.owned)
     assert await kit.get(worker, block.address) == b"data"
 
 

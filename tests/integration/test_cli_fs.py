@@ -1,0 +1,245 @@
+"""``kvstore fs``, ``report`` and ``nodes`` against a real store: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvstore import Client
+from tests.support.cluster import Cluster, wait_until
+
+MIB = 1 << 20
+
+
+class Done(NamedTuple):
+    code: int
+    out: bytes
+    err: str
+
+    @property
+    def text(self) -> str:
+        return self.out.decode()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.text.splitlines()]
+
+
+class Cli:
+    """Runs the command in a process of its own, as a person would."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def __call__(self, *args: str, stdin: bytes = b"", code: int = 0) -> Done:
+        command = [sys.executable, "-m", "kvstore.cli.main", *args, "--master", self._url]
+        done = subprocess.run(command, input=stdin, capture_output=True, timeout=60, check=False)
+        result = Done(done.returncode, done.stdout, done.stderr.decode())
+        assert result.code == code, result
+        assert "Traceback" not in result.err
+        return result
+
+    def fails(self, code: int, *args: str) -> str:
+        """One clear line on standard error, nothing on standard output."""
+        done = self(*args, code=code)
+        assert done.out == b""
+        (line,) = done.err.splitlines()
+        assert line.startswith("kvstore: ")
+        return line
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Cluster(tmp_path_factory.mktemp("cluster"), workers=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def client(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Client]:
+    """Its root is the test's directory."""
+    with Client(f"{cluster.url}/{request.node.name}", worker_socket="", metadata_ttl_s=0) as client:
+        client.mkdir("", parents=True)
+        yield client
+
+
+@pytest.fixture
+def cli(cluster: Cluster, request: pytest.FixtureRequest) -> Cli:
+    return Cli(f"{cluster.url}/{request.node.name}")
+
+
+def test_put_and_get(cli: Cli, client: Client, tmp_path: Path) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(os.urandom(MIB + 1))
+    (stored,) = cli("fs", "put", str(source), "d/v", "--json").rows
+    assert (stored["path"], stored["size_bytes"]) == ("d/v", MIB + 1)
+    assert client.get("d/v") == source.read_bytes()
+    (copied,) = cli("fs", "get", "d/v", str(target), "--json").rows
+    assert copied["path"] == str(target)
+    assert target.read_bytes() == source.read_bytes()
+
+
+def test_put_into_a_directory_takes_the_name(cli: Cli, client: Client, tmp_path: Path) -> None:
+    (tmp_path / "name").write_bytes(b"1")
+    client.mkdir("there")
+    cli("fs", "put", str(tmp_path / "name"), "there")
+    cli("fs", "put", str(tmp_path / "name"), "new/")
+    assert client.get("there/name") == client.get("new/name") == b"1"
+    (tmp_path / "target").mkdir()
+    cli("fs", "get", "there/name", str(tmp_path / "target"))
+    assert (tmp_path / "target" / "name").read_bytes() == b"1"
+
+
+def test_put_from_standard_input_and_if_absent(cli: Cli, client: Client) -> None:
+    cli("fs", "put", "-", "v", stdin=b"first")
+    assert "kept" in cli("fs", "put", "-", "v", "--if-absent", stdin=b"second").text
+    assert client.get("v") == b"first"
+
+
+def test_cat(cli: Cli, client: Client) -> None:
+    data = os.urandom(3 * MIB)
+    client.put("v", data)
+    assert cli("fs", "cat", "v").out == data
+    (row,) = cli("fs", "cat", "v", "--json").rows
+    assert base64.b64decode(row["base64"]) == data
+
+
+def test_ls(cli: Cli, client: Client) -> None:
+    client.put("d/file", b"12345")
+    client.mkdir("d/sub")
+    assert [(r["name"], r["type"], r["size_bytes"]) for r in cli("fs", "ls", "d", "--json").rows] == [
+        ("file", "file", 5),
+        ("sub", "directory", 0),
+    ]
+    table = cli("fs", "ls", "-l", "d").text
+    assert "-rw-r--r--" in table
+    assert "drwxr-xr-x" in table
+    assert "(ssd)" in table, "where the replicas are"
+    assert [r["name"] for r in cli("fs", "ls", "d/file", "--json").rows] == ["d/file"]
+
+
+def test_a_name_that_would_play_with_the_terminal_is_shown_not_obeyed(cli: Cli, client: Client) -> None:
+    client.put("evil\x1b[2J\nname", b"1")
+    out = cli("fs", "ls").out
+    assert b"\x1b" not in out
+    assert b"\\x1b" in out
+
+
+def test_stat(cli: Cli, client: Client) -> None:
+    client.put("v", b"12345")
+    (row,) = cli("fs", "stat", "v", "--json").rows
+    entry = client.stat("v")
+    assert (row["inode"], row["block"], row["size_bytes"]) == (entry.inode, str(entry.address), 5)
+    assert [r["node"] for r in row["replicas"]] == [r.node for r in entry.replicas]
+    assert str(entry.address) in cli("fs", "stat", "v").text
+
+
+def test_mkdir(cli: Cli, client: Client) -> None:
+    assert "does not exist" in cli.fails(3, "fs", "mkdir", "a/b")
+    cli("fs", "mkdir", "-p", "a/b")
+    cli("fs", "mkdir", "-p", "a/b")
+    assert client.stat("a/b").is_dir
+    cli.fails(4, "fs", "mkdir", "a/b")
+
+
+def test_rm(cli: Cli, client: Client) -> None:
+    client.put_many({"d/a": b"1", "d/e/b": b"2", "d/e/f/c": b"3", "keep": b"4"})
+    cli.fails(8, "fs", "rm", "d")
+    removed = [row["removed"] for row in cli("fs", "rm", "-r", "d", "--json").rows]
+    assert removed == ["d/a", "d/e/b", "d/e/f/c", "d/e/f", "d/e", "d"]
+    assert [name for name, _ in client.list("")] == ["keep"]
+    cli.fails(3, "fs", "rm", "d")
+    cli("fs", "rm", "-f", "d")
+    cli.fails(2, "fs", "rm", "-r", "/")
+    assert client.exists("keep")
+
+
+def test_mv(cli: Cli, client: Client) -> None:
+    client.put_many({"a": b"1", "b": b"2"})
+    client.mkdir("d")
+    cli.fails(4, "fs", "mv", "-n", "a", "b")
+    cli("fs", "mv", "a", "b")
+    assert client.get("b") == b"1"
+    assert cli("fs", "mv", "b", "d", "--json").rows == [{"from": "b", "to": "d/b"}]
+    assert client.get("d/b") == b"1"
+    cli.fails(3, "fs", "mv", "a", "c")
+
+
+def test_du(cli: Cli, client: Client) -> None:
+    client.put_many({"a": b"1" * 10, "d/b": b"2" * 20, "d/e/c": b"3" * 30})
+    assert cli("fs", "du", "--json").rows == [{"path": "/", "size_bytes": 60, "files": 3, "directories": 2}]
+    rows = cli("fs", "du", "-d", "2", "--json").rows
+    assert [(r["path"], r["size_bytes"], r["files"]) for r in rows] == [("/d/e", 30, 1), ("/d", 50, 2), ("/", 60, 3)]
+    assert [r["size_bytes"] for r in cli("fs", "du", "a", "--json").rows] == [10]
+
+
+def test_df(cli: Cli, client: Client) -> None:
+    (row,) = cli("fs", "df", "--json").rows
+    assert row["capacity_bytes"] == 2 * 256 * MIB
+    assert "512 MiB" in cli("fs", "df").text
+
+
+def test_nodes_list(cli: Cli, cluster: Cluster, client: Client) -> None:
+    rows = cli("nodes", "list", "--json").rows
+    assert {(r["node"], r["state"], r["endpoint"]) for r in rows} == {
+        (w.node, "live", w.facts["ENDPOINT"]) for w in cluster.workers
+    }
+    assert all(r["volumes"][0]["tier"] == "ssd" for r in rows)
+    assert all(w.node in cli("nodes", "list").text for w in cluster.workers)
+
+
+def test_report(cli: Cli, client: Client, cluster: Cluster) -> None:
+    client.put("v", b"1")
+    client.get("v")
+    wait_until(lambda: sum(n.counters.hits for n in cluster.map().nodes) > 0, "counters came with a heartbeat")
+    (row,) = cli("report", "--json").rows
+    assert (row["live_nodes"], row["capacity_bytes"]) == (2, 2 * 256 * MIB)
+    assert 0 < row["hit_ratio"] <= 1
+    assert "2 live of 2" in cli("report").text
+
+
+@pytest.mark.parametrize(
+    ("code", "args"),
+    [
+        (3, ("fs", "cat", "none")),
+        (3, ("fs", "get", "none", "x")),
+        (3, ("fs", "ls", "none")),
+        (3, ("fs", "stat", "none")),
+        (3, ("fs", "put", "/none/such/file", "v")),
+        (2, ("fs", "stat", "../up")),
+        (8, ("fs", "cat", "/")),
+        (2, ("fs", "du", "-d", "-1")),
+        (2, ("fs", "nonsense")),
+    ],
+)
+def test_what_goes_wrong_is_one_line_and_a_stable_code(
+    cli: Cli, client: Client, tmp_path: Path, code: int, args: tuple[str, ...]
+) -> None:
+    done = cli(*args, code=code)
+    assert done.out == b""
+    assert "kvstore: " in done.err
+
+
+def test_without_a_store_it_says_so() -> None:
+    command = [sys.executable, "-m", "kvstore.cli.main", "fs", "df", "--master", "127.0.0.1:1"]
+    environ = {**os.environ, "KVSTORE_CLIENT__TIMEOUT": "300ms"}
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False, text=True, env=environ)
+    assert done.returncode == 5
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_reader_that_leaves_is_no_error(cli: Cli, client: Client, cluster: Cluster) -> None:
+    client.put("v", os.urandom(4 * MIB))
+    command = (
+        f"{sys.executable} -m kvstore.cli.main fs cat test_a_reader_that_leaves_is_no_error/v --master {cluster.url}"
+    )
+    done = subprocess.run(["bash", "-c", f"{command} | head -c 1"], capture_output=True, timeout=60, check=False)
+    assert done.stderr == b""
+    assert len(done.stdout) == 1
