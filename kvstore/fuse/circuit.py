@@ -127,8 +127,10 @@ class Master:
             self._ping = asyncio.create_task(self._wait_for_master())
 
     async def _wait_for_master(self) -> None:
-        while not await self._answers():
+        while True:
             await asyncio.sleep(PING_PAUSE_S)
+            if await self._answers():
+                break
         log.warning("the master answers again")
         self._ping = None
 

@@ -13,6 +13,7 @@ import errno
 import functools
 import inspect
 import logging
+import reprlib
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar
 
@@ -59,7 +60,7 @@ def guarded(handler: Handler, timeout_s: float = MOUNT_OPERATION_TIMEOUT_S) -> H
         try:
             async with asyncio.timeout(timeout_s):
                 return await handler(*args)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - the one guard
             code = errno_of(error)
             _log(name, args[1:], error, code)
             if name in NO_REPLY:
@@ -89,17 +90,17 @@ def errno_of(error: BaseException) -> int:
 
 def _log(name: str, args: tuple[Any, ...], error: BaseException, code: int) -> None:
     """Answers are for the caller alone; failures get a line, bugs their trace."""
+    extra = {"errno": errno.errorcode.get(code, code)}
     if isinstance(error, pyfuse3.FUSEError):
         return
     if isinstance(error, KvError):
-        log.log(_level(code), "%s: %s", name, error.message, extra={"errno": errno.errorcode.get(code, code)})
+        log.log(_level(code), "%s: %s", name, error.message, extra=extra)
     elif isinstance(error, TimeoutError | OSError):
-        text = str(error) or type(error).__name__
-        log.warning("%s: %s", name, text, extra={"errno": errno.errorcode.get(code, code)})
+        log.warning("%s: %s", name, str(error) or type(error).__name__, extra=extra)
     elif isinstance(error, asyncio.CancelledError):
         log.warning("%s was cancelled; its caller gets EIO", name)
-    else:
-        log.error("internal error in %s%r", name, args, exc_info=error)
+    else:  # reprlib: a write's arguments hold a megabyte
+        log.error("internal error in %s%s", name, reprlib.repr(args), exc_info=error)
 
 
 def _level(code: int) -> int:

@@ -131,7 +131,8 @@ class EntryCache:
         """The invariant; for tests."""
         for key, inode in self._names.items():
             cached = self._files.get(inode) or self._directories.get(inode)
-            assert cached is not None and cached.key == key, (key, inode, cached)
+            assert cached is not None, (key, inode)
+            assert cached.key == key, (key, cached)
 
     def _table(self, entry: Entry) -> OrderedDict[int, Cached]:
         return self._directories if entry.is_dir else self._files

@@ -1,9 +1,10 @@
 """The table of local files: by number, by name, and the hand-shake that leads a write-open of a sealed file to one.
 
-A sealed file is never written, and its inode number stands for its content: readers have it in their page cache. So an open for
-writing is answered ESTALE once; the kernel looks the name up again, is answered a local inode (`LocalFiles.expected`), and opens that. Until it
-has, every look-up of the name is answered the local inode; before and after, the published one. So readers on this mount see what
-was published last, as everybody else does, and the writer sees its own bytes.
+A sealed file is never written, and its inode number stands for its content: readers have it in their page cache. So an
+open for writing is answered ESTALE once; the kernel looks the name up again, is answered a local inode
+(`LocalFiles.expected`), and opens that. Until it has, every look-up of the name is answered the local inode; before and
+after, the published one. So readers on this mount see what was published last, as everybody else does, and the writer
+sees its own bytes.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ class LocalFiles:
 
     * `by_key`: ordinary names that are open for writing, or about to be;
     * `temps`: the versions of temporary names;
-    * `_opened_as`: by the number that the kernel used, the files that were opened as it and are still open. Between a look-up and
-      its open a temporary version may be renamed or written anew; then that open gets a version of its own behind the number;
+    * `_opened_as`: by the number that the kernel used, the files that were opened as it and are still open. Between a
+      look-up and its open a temporary version may be renamed or written anew; then that open gets a version of its own
+      behind the number;
     * `_gone`: temporary versions that went not long ago, for opens that are still on their way.
     """
 
@@ -120,7 +122,7 @@ class LocalFiles:
         self.by_key[key] = file
 
     def rewrite(self, old: LocalFile, now_ns: int, now_s: float) -> LocalFile:
-        """A write-open of closed temporary `old`: an empty version under its number; the old bytes get a fresh number."""
+        """A write-open of closed temporary `old`: an empty version under its number, the old bytes get another."""
         assert old.key is not None
         fresh = LocalFile(old.inode, old.key, True, old.mode, old.uid, old.gid, now_ns, now_ns)
         fresh.temp_key, fresh.inherited, old.inode = old.key, True, self._numbers.new_local()

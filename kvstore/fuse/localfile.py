@@ -28,11 +28,12 @@ class Hashed(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class LocalFile:
-    """One inode of this mount's own (bit 62): a version of a temporary name, or an ordinary name that is open for writing.
+    """One inode of this mount's own (bit 62): a version of a temporary name, or an ordinary name that is open for
+    writing.
 
-    Its bytes are in one of three places: nowhere (empty), in a block that is only read (`block_fd`: the block it began with, or what was
-    sealed last), or in a staging file (`staged`). The first change of a block makes a staging file with its bytes, so that a sealed
-    file is never written.
+    Its bytes are in one of three places: nowhere (empty), in a block that is only read (`block_fd`: the block it began
+    with, or what was sealed last), or in a staging file (`staged`). The first change of a block makes a staging file
+    with its bytes, so that a sealed file is never written.
     """
 
     inode: int
@@ -55,7 +56,9 @@ class LocalFile:
     """Has seen all bytes so far, while they came in order; None once they did not."""
     hashed: Hashed | None = None
     entry: Entry | None = None
-    """What the master has under `key` because of this file; None for a temporary name, and where the master did not answer yet."""
+    """What the master has under `key` because of this file; None for a temporary name, and where the master did not
+    answer yet.
+    """
     published: bool = False
     """Whether the name exists at the master (so that a later publish must not bring it back)."""
     changes: int = 0
@@ -65,7 +68,9 @@ class LocalFile:
     keep_mtime: bool = False
     """`mtime_ns` was set by the user after the last write."""
     temp_key: Key | None = None
-    """The temporary name it has, or had until it was renamed: an open by that name may still be on its way to this number."""
+    """The temporary name it has, or had until it was renamed: an open by that name may still be on its way to this
+    number.
+    """
     inherited: bool = False
     """Its number was another version's: an open may still be on its way to that one."""
     renaming: bool = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
@@ -149,7 +148,8 @@ async def _when_it_serves(directory: str, config: MountConfig, client: AsyncClie
 def _ready_line(config: MountConfig, directory: str, client: AsyncClient) -> str:
     how = f"local worker on node {client.node}" if client.node else "no local worker: staging in temporary files"
     cache = "direct I/O" if config.direct_io else "kernel cache"
-    return f"mounted {config.path} of {config.master} at {directory} (plain FUSE, {cache}, {how}); stop: umount {directory}"
+    what = f"mounted {config.path} of {config.master} at {directory}"
+    return f"{what} (plain FUSE, {cache}, {how}); stop: umount {directory}"
 
 
 async def _sweep(changes: Changes, temp_ttl_s: float, runtime: Runtime) -> None:
@@ -168,11 +168,10 @@ async def _stop_on_signal(directory: str, files: Files) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await stop.wait()
     notify.stopping()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(BUSY_WAIT_S):
-            while not await asyncio.to_thread(mountpoint.unmount, directory):
-                await asyncio.sleep(_RETRY_S)
+    for _ in range(int(BUSY_WAIT_S / _RETRY_S)):
+        if await asyncio.to_thread(mountpoint.unmount, directory):
             return
+        await asyncio.sleep(_RETRY_S)
     log.warning("%s is busy (%d open files): detached; it ends for its users now", directory, len(files.handles))
     await asyncio.to_thread(mountpoint.detach, directory)
     pyfuse3.terminate()

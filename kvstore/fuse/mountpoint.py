@@ -1,4 +1,6 @@
-"""Mount points: what is mounted where, dead mounts, read-ahead. Never stats a path that may be a dead mount: that can block for good.
+"""Mount points: what is mounted where, dead mounts, read-ahead.
+
+Never stats a path that may be a dead mount: that can block for good.
 
 All knowledge comes from ``/proc/self/mountinfo``; a mount that is ours and whose process is gone answers ENOTCONN.
 """
@@ -144,7 +146,7 @@ def check_prerequisites() -> None:
     """Raises Unsupported or Denied with one line that says what is missing."""
     if not os.path.exists(DEVICE):
         raise Unsupported(
-            f"{DEVICE} is not there: load the fuse module, or give the container the device (docker run --device /dev/fuse)"
+            f"{DEVICE} is not there: load the fuse module, or give it to the container (docker run --device {DEVICE})"
         )
     if not os.access(DEVICE, os.R_OK | os.W_OK):
         raise Denied(f"{DEVICE} cannot be opened by this user; run as root, or let it in")
@@ -157,7 +159,7 @@ def _in_path(program: str) -> bool:
 
 
 def set_read_ahead(mount: Mounted, size_bytes: int) -> bool:
-    """Raise the kernel's read-ahead (128 KiB for FUSE, which cuts reads into such pieces). False without the right to."""
+    """Raise the kernel's read-ahead (128 KiB for FUSE, and reads come in such pieces). False without the right to."""
     try:
         Path(f"/sys/class/bdi/{mount.device}/read_ahead_kb").write_text(str(size_bytes // 1024))
     except OSError:

@@ -1,8 +1,8 @@
 """Temporary names (rule 24): which names they are, and the versions that each of them has.
 
-A temporary name never reaches the master. It is a list of versions, one for each open that wrote it, every one with an inode number
-and a staging file of its own; so two writers who share ``X.tmp`` cannot mix their bytes, and each of their renames finds a whole
-version:
+A temporary name never reaches the master. It is a list of versions, one for each open that wrote it, every one with an
+inode number and a staging file of its own; so two writers who share ``X.tmp`` cannot mix their bytes, and each of their
+renames finds a whole version:
 
 =================== ==================== ========================================= ==========
 the kernel asks     only open versions   a closed version                          none
@@ -15,9 +15,9 @@ RENAME to another   the oldest           the one the last LOOKUP answered, else 
                                          the first closed one
 =================== ==================== ========================================= ==========
 
-"First closed" is the oldest, with one exception: bytes that moved because somebody opened the name to write are *superseded* and come
-last. They only serve the writer whose rename comes second. Were they first, a process that died in the middle of a put, started again
-and wrote the same temporary name would publish the torn file of its first life.
+"First closed" is the oldest, with one exception: bytes that moved because somebody opened the name to write are
+*superseded* and come last. They only serve the writer whose rename comes second. Were they first, a process that died
+in the middle of a put, started again and wrote the same temporary name would publish the torn file of its first life.
 
 Everything here is pure: time comes in, what is to be dropped goes out.
 """
@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from typing import Final, Generic, Protocol, TypeVar
 
 SUPERSEDED_TTL_S: Final = 10.0
-"""How long superseded bytes wait for a second writer's rename, which follows its close within milliseconds in LMCache."""
+"""How long superseded bytes wait for a second writer's rename; in LMCache it follows the close in milliseconds."""
 
 Key = tuple[int, str]
 """Inode of the directory, name."""
@@ -39,7 +39,8 @@ Key = tuple[int, str]
 class TempPatterns:
     """Patterns for the last part of a path (``*.tmp``) or its last two (``.tmp/*``).
 
-    A leading ``*`` stands for at least one character: ``.tmp`` itself, the usual directory for temporary files, is an ordinary name.
+    A leading ``*`` stands for at least one character: ``.tmp`` itself, the usual directory for temporary files, is an
+    ordinary name.
     """
 
     def __init__(self, patterns: Sequence[str]) -> None:
@@ -76,8 +77,9 @@ V = TypeVar("V", bound=Version)
 class _Slot(Generic[V]):
     """One name: its versions by state, each list in the order in which LOOKUP and RENAME take from it.
 
-    FLUSH comes before RELEASE, and a rename may overtake the RELEASE; so flushed versions are ready too. But a FLUSH also comes when a
-    forked child closes what it inherited in the middle of a write; so versions that were released go first.
+    FLUSH comes before RELEASE, and a rename may overtake the RELEASE; so flushed versions are ready too. But a FLUSH
+    also comes when a forked child closes what it inherited in the middle of a write; so versions that were released go
+    first.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """What the kernel asks, translated: numbers, names and attributes here, all decisions in the modules below.
 
-Concurrency contract: everything runs on one loop. What stands between two awaits is atomic; whoever awaits while it changes a local
-file holds that file's lock (`LocalFile.lock`), and two locks are taken in order of inode number. Nothing blocks the loop: bytes that may
-wait for a disk move in threads.
+Concurrency contract: everything runs on one loop. What stands between two awaits is atomic; whoever awaits while it
+changes a local file holds that file's lock (`LocalFile.lock`), and two locks are taken in order of inode number.
+Nothing blocks the loop: bytes that may wait for a disk move in threads.
 """
 
 from __future__ import annotations
@@ -315,8 +315,8 @@ class Operations(pyfuse3.Operations):
     async def _group(self, directory: int, ctx: RequestContext) -> tuple[int, int]:
         """(group of what is made in a directory, the bit that a directory in it inherits).
 
-        A set-group-id directory hands down its group. Remembered of any age: every put changes the directory's times, and a call of
-        the master for each CREATE would be dear (rule 25).
+        A set-group-id directory hands down its group. Remembered of any age: every put changes the directory's times,
+        and a call of the master for each CREATE would be dear (rule 25).
         """
         cached = self._tree.cache.by_inode(directory)
         try:

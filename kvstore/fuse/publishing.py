@@ -1,4 +1,6 @@
-"""Local files become published ones: at flush, fsync and last release of an ordinary name, at the rename of a temporary one."""
+"""Local files become published ones: at flush, fsync and last release of an ordinary name, at the rename of a temporary
+one.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class Publisher:
         self._tree, self._area, self._local = tree, area, local
 
     async def create(self, file: LocalFile, *, exclusive: bool) -> Entry | None:
-        """An ordinary name appears at the master at once, empty, so that everybody sees it. Returns the entry that was there already.
+        """An ordinary name appears at the master at once, empty, so that everybody sees it.
+
+        Returns the entry that was there already.
 
         While the master is away only an exclusive create fails: the close publishes, or reports that it could not.
         """
@@ -70,8 +74,8 @@ class Publisher:
         except Stale:
             if sealed is None:
                 raise
-        # Either the name is gone, or the block: its worker gave it up, or an earlier attempt whose answer was lost did publish it and
-        # somebody has replaced it since. A fresh block tells the two apart.
+        # Either the name is gone, or the block: its worker gave it up, or an earlier attempt whose answer was lost did
+        # publish it and somebody has replaced it since. A fresh block tells the two apart.
         file.sealed = None
         return await self._publish(file, await self._area.seal(file), mode, key, keep_attributes=keep_attributes)
 

@@ -1,4 +1,6 @@
-"""statfs: asked often (df, LMCache before each O_DIRECT file), answered from memory for a second, longer while the master is away."""
+"""statfs: asked often (df, LMCache before each O_DIRECT file), answered from memory for a second, longer while the
+master is away.
+"""
 
 from __future__ import annotations
 

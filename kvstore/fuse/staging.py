@@ -1,7 +1,7 @@
 """The bytes of local files: staging files of a worker (or temporary ones), written here, hashed, sealed.
 
-Everything holds the file's lock while it waits. A staging file is sealed only after its one writable fd was closed, which is ours: in
-plain mode every write of an application passes through `write` (rule 5).
+Everything holds the file's lock while it waits. A staging file is sealed only after its one writable fd was closed,
+which is ours: in plain mode every write of an application passes through `write` (rule 5).
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ SMALL_WRITE_BYTES: Final = 64 * KIB
 """Always written on the loop: the way to a thread and back costs more (about 150 µs)."""
 SLOW_WRITE_S: Final = 0.005
 THREADS_FOR_S: Final = 1.0
-"""Bigger ones too while the page cache takes them (0.3 ms a MiB; 30 % more MB/s). Once one took `SLOW_WRITE_S` the kernel is holding
-writers back for the disk, and for so long they go to threads, so that nobody else waits for it."""
+"""Bigger ones too while the page cache takes them (0.3 ms a MiB; 30 % more MB/s).
+
+Once one took `SLOW_WRITE_S` the kernel is holding writers back for the disk, and for so long they go to threads, so
+that nobody else waits for it.
+"""
 _COPY_BYTES: Final = 1 * GIB
 
 
@@ -48,7 +51,8 @@ class StagingArea:
         end = offset + len(data)
         async with file.lock:
             fd = await self._make_writable(file, file.size_bytes, end)
-            # Bytes that come in order are hashed while the processor's cache has them: at the flush it would be another pass.
+            # Bytes that come in order are hashed while the processor's cache has them: at the flush it would be another
+            # pass.
             hasher, file.hasher = file.hasher if offset == file.size_bytes else None, None
             file.changed(max(file.size_bytes, end), self._runtime.wall_ns())
             start_s = self._runtime.monotonic_s()
@@ -194,7 +198,9 @@ def write_all(fd: int, offset: int, data: bytes, hasher: BlockHasher | None) -> 
 
 
 def copy_start(source: int, target: int, size_bytes: int) -> None:
-    """The first bytes of one file to the start of another: shared extents where the file system has them, else in the kernel."""
+    """The first bytes of one file to the start of another: shared extents where the file system has them, else in the
+    kernel.
+    """
     at = 0
     while at < size_bytes:
         count = _copy_some(source, target, at, min(size_bytes - at, _COPY_BYTES))

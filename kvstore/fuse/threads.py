@@ -18,8 +18,8 @@ async def on_fd(
 ) -> T:
     """``function(fd, …)`` in a thread, on a duplicate that the thread closes.
 
-    When the caller is cancelled (its deadline passed) the thread goes on; were it on the fd itself, a close and an open meanwhile
-    would put it onto another file.
+    When the caller is cancelled (its deadline passed) the thread goes on; were it on the fd itself, a close and an open
+    meanwhile would put it onto another file.
     """
     own = os.dup(fd)
 

@@ -1,4 +1,6 @@
-"""Names and entries: the cache in front of the master, and what may be served while the master is away (rules 23, 25, 27)."""
+"""Names and entries: the cache in front of the master, and what may be served while the master is away (rules 23, 25,
+27).
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,7 @@ class Tree:
             self.answered(key, question)
 
     def ask(self, key: Key) -> Question:
-        """Begin a question about a name, or with the empty name about all names of a directory. End it with `answered`."""
+        """Begin a question about a name (the empty one: about all names of a directory). End it with `answered`."""
         question = Question()
         self._asking.setdefault(key, []).append(question)
         return question
@@ -129,7 +131,10 @@ class Tree:
 
 
 class Question:
-    """A look-up or a listing on its way. `void`: a name changed here meanwhile, so the answer may be older than what is known."""
+    """A look-up or a listing on its way.
+
+    `void`: a name changed here meanwhile, so the answer may be older than what is known.
+    """
 
     def __init__(self) -> None:
         self.void = False

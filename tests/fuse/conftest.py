@@ -1,4 +1,7 @@
-"""Real mounts of a real store. One store with two nodes for all tests of a module; tests that kill something make their own."""
+"""Real mounts of a real store.
+
+One store with two nodes for all tests of a module; tests that kill something make their own.
+"""
 
 from __future__ import annotations
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.fuse.calls import error_of
 from tests.fuse.conftest import Store
 from tests.support.child import Child, in_child
 from tests.support.cluster import Cluster, wait_until
@@ -26,14 +28,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
         mounted(cluster, tmp_path / "b", cluster.workers[1]) as b,
     ):
         yield Store(cluster, a, b)
-
-
-def error_of(function: object, *args: object) -> str:
-    try:
-        function(*args)  # type: ignore[operator]
-    except OSError as error:
-        return errno.errorcode.get(error.errno or 0, "?")
-    return "ok"
 
 
 def test_the_master_is_killed_and_comes_back_under_use(store: Store) -> None:
@@ -61,7 +55,7 @@ def test_the_master_is_killed_and_comes_back_under_use(store: Store) -> None:
         time.sleep(1.5)  # not a wait for something: load runs meanwhile
         store.cluster.master.restart()
     for child in children:
-        done, failures = child.join(40)  # type: ignore[misc]
+        done, failures = child.join(40)
         assert done > 10
         assert failures <= {"EIO", "ETIMEDOUT", "ENOENT"}
     names = set(in_child(os.listdir, store.a / "d"))
@@ -144,15 +138,18 @@ def test_a_dead_worker_makes_misses_and_its_return_hits(store: Store) -> None:
 
 
 def test_staging_survives_the_worker_s_restart(store: Store) -> None:
-    def work(stage: int) -> None:
+    pid = store.cluster.workers[0].pid
+    assert pid is not None
+
+    def work() -> None:
         fd = os.open(store.a / "k.tmp", os.O_CREAT | os.O_WRONLY)
         os.write(fd, b"x" * 300_000)
-        store.cluster.workers[0].pid and os.kill(store.cluster.workers[0].pid, 9)
+        os.kill(pid, signal.SIGKILL)
         os.close(fd)
         os.rename(store.a / "k.tmp", store.a / "k")
         assert (store.a / "k").read_bytes() == b"x" * 300_000
 
-    in_child(work, 0)
+    in_child(work)
 
 
 def test_without_a_local_worker(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from kvstore.client.meta import Meta
 from kvstore.core.errors import KvError
 from kvstore.rpc.failover import Failover
 from kvstore.rpc.metadata import Caller
+from tests.fuse.calls import expect, rename_with
 from tests.fuse.conftest import Store
 from tests.support.child import in_child
 
@@ -31,18 +32,6 @@ def place(store: Store, fresh: str) -> Path:
     path = store.a / fresh
     in_child(os.mkdir, path)
     return path
-
-
-def expect(code: int, function: Callable[..., object], *args: object) -> None:
-    with pytest.raises(OSError) as caught:
-        function(*args)
-    assert errno.errorcode.get(caught.value.errno or 0) == errno.errorcode[code]
-
-
-def rename_with(flags: int, source: Path, target: Path) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.renameat2(-100, os.fsencode(source), -100, os.fsencode(target), flags) != 0:
-        raise OSError(ctypes.get_errno(), "renameat2")
 
 
 def create_write_read(d: Path) -> None:
@@ -306,10 +295,10 @@ def mapped(d: Path) -> None:
     f.write_bytes(b"x" * 10000)
     with f.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ) as view:
         assert view[:] == b"x" * 10000
-    with f.open("r+b") as file:
-        view = mmap.mmap(file.fileno(), 0)
-    view[5000:5003] = b"map"  # after the close: the last bytes come without a flush
-    view.close()
+    with f.open("r+b") as out:
+        changed = mmap.mmap(out.fileno(), 0)
+    changed[5000:5003] = b"map"  # after the close: the last bytes come without a flush
+    changed.close()
     end = time.monotonic() + 10
     while f.read_bytes()[5000:5003] != b"map" and time.monotonic() < end:
         time.sleep(0.01)
@@ -458,7 +447,7 @@ def test_exclusive_create_on_two_mounts_has_one_winner(store: Store, fresh: str)
 
 
 def test_an_outdated_inode_is_looked_up_again(store: Store, fresh: str) -> None:
-    """Its number is remembered by the kernel for a second; the open finds that it is gone, and the caller sees nothing."""
+    """The kernel remembers its number for a second; the open finds that it is gone, and the caller sees nothing."""
     path_a, path_b = store.a / fresh, store.b / fresh
     in_child(path_a.write_bytes, b"first")
 

@@ -1,9 +1,14 @@
-"""Temporary names on a real mount: LMCache's puts, two writers of one name, and what other mounts see of them (rule 24)."""
+"""Temporary names on a real mount:
+
+LMCache's puts, two writers of one name, and what other mounts see of them (rule 24).
+"""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
+import mmap
 import os
 import shutil
 from collections.abc import Callable
@@ -11,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fuse.calls import expect, rename_with
 from tests.fuse.conftest import Store
 from tests.support.child import Child, in_child
 
@@ -83,7 +89,7 @@ def two_writers_both_closed(d: Path) -> None:
 
 
 def a_second_put_after_a_torn_one(d: Path) -> None:
-    """A process died in the middle of a put and started again: the torn file of its first life must not be published."""
+    """A process died in a put and started again: the torn file of its first life must not be published."""
     fd = open_to_write(d / "k.tmp")
     os.write(fd, b"torn")
     os.close(fd)
@@ -102,8 +108,6 @@ def without_truncation_a_stale_file_leaves_no_tail(d: Path) -> None:
 
 
 def direct(d: Path) -> None:
-    import mmap
-
     buffer = mmap.mmap(-1, 64 * 4096)
     buffer[:] = bytes(range(256)) * (64 * 4096 // 256)
     fd = os.open(d / "k.tmp", os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
@@ -141,16 +145,12 @@ def moved_about(d: Path) -> None:
     assert (d / "b.tmp").read_bytes() == b"1"
     os.rename(d / "b.tmp", d / "c")
     assert (d / "c").read_bytes() == b"1"
-    with pytest.raises(OSError) as caught:
-        os.rename(d / "c", d / "c.tmp")
-    assert caught.value.errno == errno.EXDEV
+    expect(errno.EXDEV, os.rename, d / "c", d / "c.tmp")
     shutil.move(d / "c", d / "c.tmp")  # copies
     assert os.listdir(d) == ["c.tmp"]
     with pytest.raises(PermissionError):
         os.mkdir(d / "directory.tmp")
-    with pytest.raises(OSError) as caught:
-        os.rmdir(d)
-    assert caught.value.errno == errno.ENOTEMPTY
+    expect(errno.ENOTEMPTY, os.rmdir, d)
     shutil.rmtree(d)
     assert not d.exists()
 
@@ -183,8 +183,6 @@ def written_on_through_a_duplicate(d: Path) -> None:
 
 
 def renamed_with_no_replace(d: Path) -> None:
-    from tests.fuse.test_fuse_posix import rename_with
-
     (d / "k.tmp").write_bytes(b"new")
     (d / "k").write_bytes(b"old")
     with pytest.raises(FileExistsError):
@@ -231,26 +229,26 @@ def test_writers_in_four_processes_on_two_mounts_share_their_names(store: Store,
         return hashlib.sha256(body).digest() + body
 
     def write(directory: Path, writer: int) -> None:
-        for turn in range(rounds):
-            for key in range(keys):
-                put(directory, f"k{key}", content(key, writer, turn))
+        for turn, key in itertools.product(range(rounds), range(keys)):
+            put(directory, f"k{key}", content(key, writer, turn))
+
+    def read_once(path: Path) -> bool:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return False
+        assert hashlib.sha256(data[32:]).digest() == data[:32]
+        return True
 
     def read(directory: Path) -> int:
-        whole = 0
-        for _ in range(rounds * 4):
-            for key in range(keys):
-                try:
-                    data = (directory / f"k{key}.data").read_bytes()
-                except FileNotFoundError:
-                    continue
-                assert hashlib.sha256(data[32:]).digest() == data[:32]
-                whole += 1
-        return whole
+        return sum(read_once(directory / f"k{key}.data") for _ in range(rounds * 4) for key in range(keys))
 
     writers = [Child(write, (store.a if i % 2 else store.b) / fresh, i) for i in range(4)]
     readers = [Child(read, mount / fresh) for mount in (store.a, store.b)]
-    for child in (*writers, *readers):
-        child.join(60)
+    for writer in writers:
+        writer.join(60)
+    for reader in readers:
+        reader.join(60)
     for mount in (store.a, store.b):
         assert in_child(os.listdir, mount / fresh) == [f"k{key}.data" for key in range(keys)]
         assert in_child(read, mount / fresh) == rounds * 4 * keys

@@ -1,4 +1,6 @@
-"""Code that touches a mount runs in a child process with a deadline: a system call that hangs fails the test instead of stopping it."""
+"""Code that touches a mount runs in a child process with a deadline: a system call that hangs fails the test instead of
+stopping it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Generic, NoReturn, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -21,7 +23,7 @@ class Hung(AssertionError):
     """The child did not end in time."""
 
 
-class Child:
+class Child(Generic[T]):
     """A function running in a child process. `join` gives what it returned, or raises what it raised."""
 
     def __init__(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -33,7 +35,7 @@ class Child:
             _run_and_exit(writer, lambda: function(*args, **kwargs))
         os.close(writer)
 
-    def join(self, timeout_s: float = TIMEOUT_S) -> object:
+    def join(self, timeout_s: float = TIMEOUT_S) -> T:
         end, data = time.monotonic() + timeout_s, b""
         try:
             while chunk := self._read(max(0.0, end - time.monotonic())):
@@ -45,7 +47,7 @@ class Child:
         done, result = pickle.loads(data)
         if not done:
             raise result
-        return result
+        return result  # type: ignore[no-any-return]
 
     def kill(self) -> None:
         self._end()
@@ -68,7 +70,7 @@ class Child:
 
 def in_child(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Call it in a child process, and wait at most `TIMEOUT_S`."""
-    return Child(function, *args, **kwargs).join()  # type: ignore[return-value]
+    return Child(function, *args, **kwargs).join()
 
 
 def _run_and_exit(writer: int, function: Callable[[], object]) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Mounts as processes of their own, beside the cluster of `tests.support.cluster`. They are unmounted whatever happens."""
+"""Mounts as processes of their own, beside `tests.support.cluster`. They are unmounted whatever happens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ class Mount:
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
-    @property
     def is_mounted(self) -> bool:
         return any(
             line.split(" ")[4] == str(self.path) for line in Path("/proc/self/mountinfo").read_text().splitlines()
@@ -55,7 +54,7 @@ def mounted(
 
 
 def detach(mount: Mount) -> None:
-    while mount.is_mounted:
+    while mount.is_mounted():
         subprocess.run(["umount", "-l", str(mount.path)], check=True, timeout=10)
 
 

@@ -66,7 +66,7 @@ async def test_a_cancelled_task_still_answers() -> None:
         entered.set()
         await asyncio.Event().wait()
 
-    task = asyncio.create_task(guard.guarded(handler)())  # type: ignore[arg-type]
+    task: asyncio.Future[None] = asyncio.ensure_future(guard.guarded(handler)())
     await entered.wait()
     task.cancel()
     with pytest.raises(pyfuse3.FUSEError):

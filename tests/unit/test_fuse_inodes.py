@@ -81,7 +81,7 @@ def test_directories_know_their_names() -> None:
 
 keys = st.tuples(st.integers(1, 3), st.sampled_from("abc"))
 steps = st.one_of(
-    st.tuples(st.just("put"), st.integers(10, 20), st.none() | keys, st.booleans()),
+    st.tuples(st.just("put"), st.integers(10, 20), st.none() | keys),
     st.tuples(st.just("forget_name"), keys),
     st.tuples(st.just("forget_inode"), st.integers(10, 20)),
     st.tuples(st.just("touch"), st.integers(10, 20), st.just(7)),
@@ -96,7 +96,7 @@ def test_names_always_lead_to_entries_that_have_them(story: list[tuple[Any, ...]
         cache = EntryCache(1.0, 60.0)
         for name, *args in story:
             if name == "put":
-                inode, key, is_dir = args
+                inode, key = args
                 # A number never changes its kind.
                 cache.put(entry(inode, DIRECTORY if inode % 2 else FILE), key, 0.0)
             else:

@@ -147,7 +147,7 @@ def test_closed_versions_expire_and_superseded_ones_sooner() -> None:
 
 
 class Writers(RuleBasedStateMachine):
-    """Any number of writers of one name, in any order: every version that was closed can be renamed once, none twice."""
+    """Any number of writers of one name, in any order: every closed version can be renamed once, none twice."""
 
     def __init__(self) -> None:
         super().__init__()
