@@ -11,7 +11,7 @@ from kvstore.config import load
 
 MasterOption = Annotated[
     str | None,
-    typer.Option("--master", metavar="ADDR", help="kvstore://host:port[/root], or host:port; else client.master."),
+    typer.Option("--master", metavar="ADDR", help="kvstore://host:port/root, or host:port; else client.master."),
 ]
 SocketOption = Annotated[
     str | None,

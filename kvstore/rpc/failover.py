@@ -45,6 +45,7 @@ class AsyncFailover:
     def __init__(self, endpoints: Sequence[str], caller: Caller) -> None:
         self._links = [AsyncLink(e, caller) for e in endpoints]
         self._current = 0
+        self._closed = False
 
     def introduce(self, caller: Caller) -> None:
         """What calls from now on say of their caller."""
@@ -59,6 +60,8 @@ class AsyncFailover:
             try:
                 return await self._links[at].call(method, request, max(turn.left_s, 0.001))
             except KvError as error:
+                if self._closed:
+                    raise
                 pause = turn.pause(error, method.idempotent)
                 if isinstance(error, Unavailable):
                     self._current = (at + 1) % len(self._links)
@@ -76,6 +79,7 @@ class AsyncFailover:
             raise
 
     async def close(self) -> None:
+        self._closed = True
         await asyncio.gather(*(link.close() for link in self._links))
 
 
@@ -86,6 +90,7 @@ class Failover:
         self._links = [Link(e, caller) for e in endpoints]
         self._current = 0
         self._lock = threading.Lock()
+        self._closed = threading.Event()
 
     def introduce(self, caller: Caller) -> None:
         for link in self._links:
@@ -101,7 +106,8 @@ class Failover:
                 pause = turn.pause(error, method.idempotent)
                 if isinstance(error, Unavailable):
                     self._advance(at)
-            time.sleep(pause)
+                if self._closed.wait(pause):
+                    raise
 
     def stream(self, method: Method[Q, A], request: Q, timeout_s: float) -> Generator[A, None, None]:
         at = self._current
@@ -112,6 +118,8 @@ class Failover:
             raise
 
     def close(self) -> None:
+        """Ends what is under way, too: a call that waits to try again gives up."""
+        self._closed.set()
         for link in self._links:
             link.close()
 

@@ -119,6 +119,7 @@ class Link:
         self._metadata = caller.to_metadata()
         self._wire = _Wire(endpoint)
         self._retired: _Wire | None = None
+        self._closed = False
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -151,6 +152,8 @@ class Link:
             return reply
 
     def close(self) -> None:
+        with self._lock:
+            self._closed = True
         self._wire.channel.close()
         if self._retired:
             self._retired.channel.close()
@@ -172,7 +175,7 @@ class Link:
     def _replace(self, failed: _Wire) -> None:
         """Once for all who saw it fail, and not too often. The old one serves what is under way until the next time."""
         with self._lock:
-            if self._wire is not failed or failed.age_s < REPLACE_AFTER_S:
+            if self._closed or self._wire is not failed or failed.age_s < REPLACE_AFTER_S:
                 return
             retired, self._retired, self._wire = self._retired, failed, _Wire(self.endpoint)
         if retired:
