@@ -17,7 +17,7 @@ def run(title: str, *command: str) -> None:
 
 def main() -> None:
     run("SDK beside the plain file", "bench.sdk")
-    run("LMCache through the mount beside a plain directory", "bench.lmcache")
+    run("LMCache through the mount beside a plain directory", "bench.lmcache_mount")
     with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as name:
         home = Path(name)
         (home / "plain").mkdir()

@@ -1,6 +1,6 @@
 """LMCache's own put and get through the mount, beside a plain directory on the same disk.
 
-    python -m bench.lmcache [--rounds 3] [--chunks 16] [--model qwen2-7b]
+    python -m bench.lmcache_mount [--rounds 3] [--chunks 16] [--model qwen2-7b]
 
 Real engines in processes of their own (`lmcache_engine.py`), both places in turn, a fresh prompt each round. put =
 store() until the last put ended; retrieve = into the paged cache; get = the connector alone. Medians in MB/s.
