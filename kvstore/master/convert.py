@@ -92,7 +92,8 @@ def fences(messages: Iterable[m.Fence]) -> dict[int, int]:
 
 def beat(request: m.HeartbeatRequest) -> Beat:
     told = WorkerCounters(*(getattr(request.counters, name) for name in WorkerCounters._fields))
-    return Beat(request.node, request.boot, [volume(v) for v in request.volumes], told, request.blocks)
+    volumes = [volume(v) for v in request.volumes]
+    return Beat(request.node, request.boot, volumes, told, request.blocks, request.leaving)
 
 
 def report(request: m.ReportRequest) -> reports.Report:

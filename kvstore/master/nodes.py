@@ -66,6 +66,8 @@ class Beat(NamedTuple):
     volumes: Sequence[VolumeState]
     counters: WorkerCounters
     blocks: int
+    leaving: bool = False
+    """It stops now: dead at once, not after dead_ticks."""
 
 
 class Node:
@@ -73,6 +75,7 @@ class Node:
 
     `row`     what is stored;  `missed`  ticks since its last heartbeat (or since this master started);
     `heard_s` monotonic time of its last heartbeat, None before the first one;
+    `spoke`   whether it registered or sent a heartbeat since this master started: until then it only counts as live;
     `states`  its volumes as it told them last;  `counters`, `blocks`  likewise.
     """
 
@@ -81,6 +84,7 @@ class Node:
         self.row = row
         self.missed = 0
         self.heard_s: float | None = None
+        self.spoke = False
         self.states: dict[int, VolumeState] = {}
         self.counters = WorkerCounters()
         self.blocks = 0
@@ -149,6 +153,7 @@ class Nodes:
             raise InvalidRequest(f"there are {MAX_NODES} nodes already; remove old ones first")
         node = Node(new.node, self._registered_row(old, new, sequence))
         node.states = {v.id: v for v in new.volumes}
+        node.spoke = True
         self._nodes[new.node] = node
         for volume in new.volumes:
             self.put_volume(change, volume.id, VolumeRow(new.node, volume.tier))
@@ -163,14 +168,14 @@ class Nodes:
         if node is None or not set(ids) <= set(node.row.volumes):
             return None
         was_live = self.live(node)
-        node.missed, node.heard_s = 0, now_s
+        node.missed, node.heard_s, node.spoke = self.dead_ticks if beat.leaving else 0, now_s, True
         node.states = {v.id: v for v in beat.volumes}
         node.counters, node.blocks = beat.counters, beat.blocks
         if set(ids) != set(node.row.volumes):
             log.warning("node %s: volumes out of service: %s", node.id, _hex(set(node.row.volumes) - set(ids)))
             self.put(change, node, msgspec.structs.replace(node.row, volumes=ids))
-        elif not was_live:
-            log.info("node %s lives again", node.id)
+        elif was_live != self.live(node):
+            log.info("node %s %s", node.id, "stopped" if was_live else "lives again")
             self.cluster = self._view()
         return node
 
@@ -214,18 +219,26 @@ class Nodes:
         self.cluster = self._view()
 
     def _check_addresses(self, new: Registration) -> None:
+        """Ids that live elsewhere are refused. A node that only counts as live after the master's restart is no
+        evidence: the whole rack may have come back with new addresses.
+        """
         known = self._nodes.get(new.node)
-        if known is not None and self.live(known) and known.row.endpoint != new.endpoint:
+        if known is not None and self._is_heard(known) and known.row.endpoint != new.endpoint:
             raise AlreadyExists(
                 f"node {new.node} lives at {known.row.endpoint}: give this worker another id, or stop the other one"
             )
         for volume in new.volumes:
             replica = self.cluster.live.get(volume.id)
-            if replica is not None and replica.endpoint != new.endpoint:
+            if replica is None or replica.endpoint == new.endpoint:
+                continue
+            if self._is_heard(self._nodes[replica.node]):
                 raise AlreadyExists(
                     f"volume {volume.id:016x} lives on node {replica.node} at {replica.endpoint}: "
                     "was its directory copied? Empty the copy"
                 )
+
+    def _is_heard(self, node: Node) -> bool:
+        return self.live(node) and node.spoke
 
     def _supersede(self, change: Change, new: Registration) -> None:
         """The same address under another node id: who was there is gone. A volume is in service on one node."""

@@ -997,9 +997,12 @@ class HeartbeatRequest(_message.Message):
     VOLUMES_FIELD_NUMBER: _builtins.int
     COUNTERS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    LEAVING_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     boot: _builtins.int
     blocks: _builtins.int
+    leaving: _builtins.bool
+    """the last one: it stops now, and is dead at once"""
     @_builtins.property
     def volumes(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Volume]:
         """those in service: one that is not listed is not live (rule 4)"""
@@ -1014,10 +1017,11 @@ class HeartbeatRequest(_message.Message):
         volumes: _abc.Iterable[_common_pb2.Volume] | None = ...,
         counters: Global___Counters | None = ...,
         blocks: _builtins.int = ...,
+        leaving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot", b"boot", "counters", b"counters", "node", b"node", "volumes", b"volumes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot", b"boot", "counters", b"counters", "leaving", b"leaving", "node", b"node", "volumes", b"volumes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,6 +5,7 @@ worker.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine
@@ -20,6 +21,8 @@ from kvstore.rpc.methods import HEARTBEAT, REGISTER, A, Method, Q
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 Reply = TypeVar("Reply", bound=Message)
+FAREWELL_TIMEOUT_S = 0.5
+"""For the last heartbeat. It is a courtesy: without it the master notices after some ticks."""
 DEFAULT_TICK_S = 1.0
 """Until the master said how long its tick is; also the pause between attempts to reach it."""
 
@@ -38,7 +41,7 @@ class Owner(Protocol):
     @property
     def known_sequence(self) -> int: ...
 
-    def beat(self) -> m.HeartbeatRequest:
+    def beat(self, *, leaving: bool = False) -> m.HeartbeatRequest:
         """Called in the thread: reads numbers, changes nothing."""
 
     async def registration(self) -> m.RegisterRequest: ...
@@ -67,10 +70,16 @@ class Heart:
         self._thread.start()
 
     async def stop(self) -> None:
-        """Ends the thread; a call under way is cut off."""
+        """Says farewell to a master that answered last time, and ends the thread; a call that takes long is cut off."""
         self._stopping.set()
+        if self._in_touch:
+            await asyncio.to_thread(self._thread.join, 2 * FAREWELL_TIMEOUT_S)
         self._link.close()
         await asyncio.to_thread(self._thread.join, HEARTBEAT_TIMEOUT_S + 1)
+
+    @property
+    def _in_touch(self) -> bool:
+        return self._registered.is_set() and not self._complaint
 
     def register_again(self) -> None:
         """The master does not know us (any more): register at the next tick."""
@@ -90,6 +99,12 @@ class Heart:
                 if not self._stopping.is_set():  # a closed channel raises what it likes
                     log.exception("heartbeat failed")
             self._stopping.wait(self._tick_s)
+        self._farewell()
+
+    def _farewell(self) -> None:
+        if self._in_touch:
+            with contextlib.suppress(KvError):
+                self._link.call(HEARTBEAT, self._owner.beat(leaving=True), FAREWELL_TIMEOUT_S)
 
     def _register(self) -> None:
         known = self._owner.known_sequence

@@ -164,10 +164,12 @@ class Worker:
     def known_sequence(self) -> int:
         return self.membership.sequence
 
-    def beat(self) -> m.HeartbeatRequest:
+    def beat(self, *, leaving: bool = False) -> m.HeartbeatRequest:
         counters = pb_counters(self.counters)
         boot, node, blocks = self.store.fences.boot, self.settings.node, len(self.store)
-        return m.HeartbeatRequest(node=node, boot=boot, volumes=self._volumes(), counters=counters, blocks=blocks)
+        return m.HeartbeatRequest(
+            node=node, boot=boot, volumes=self._volumes(), counters=counters, blocks=blocks, leaving=leaving
+        )
 
     async def registration(self) -> m.RegisterRequest:
         return m.RegisterRequest(

@@ -43,6 +43,16 @@ def test_a_restart_is_not_an_event(cluster: Cluster) -> None:
         assert len(worker.block_files) == 1
 
 
+def test_a_worker_that_stops_is_dead_at_once(tmp_path: Path) -> None:
+    with Cluster(tmp_path, workers=1, dead_ticks=10_000) as cluster, Client(cluster.url, worker_socket="") as client:
+        client.put("a", b"data")
+        assert cluster.workers[0].stop() == 0
+        assert not cluster.map().nodes[0].live
+        assert not client.exists("a")
+        cluster.workers[0].start()
+        assert client.get("a") == b"data"
+
+
 def test_a_second_worker_on_the_same_volume_is_refused_in_one_line(cluster: Cluster, tmp_path: Path) -> None:
     ended = run_worker(cluster.workers[0].config, "--socket", str(tmp_path / "other.sock"), "--listen", "127.0.0.1:0")
     assert ended.returncode == 5

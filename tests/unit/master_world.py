@@ -78,9 +78,9 @@ class World:
         registration = Registration(f"n{i}", 7 * i, f"h{i}:1", "", "", "", 0, states, "0", {7 * i: 0})
         return await self.master.register(registration._replace(**other))  # type: ignore[arg-type]
 
-    async def beat(self, i: int = 1, volumes: Sequence[int] | None = None) -> Orders:
+    async def beat(self, i: int = 1, volumes: Sequence[int] | None = None, *, leaving: bool = False) -> Orders:
         states = [volume(v) for v in ([i] if volumes is None else volumes)]
-        return await self.master.heartbeat(Beat(f"n{i}", 7 * i, states, WorkerCounters(), 0))
+        return await self.master.heartbeat(Beat(f"n{i}", 7 * i, states, WorkerCounters(), 0, leaving))
 
     async def report(
         self, i: int = 1, *, held: Sequence[tuple[Address, int]] = (), nowhere: Sequence[Address] = (),

@@ -139,6 +139,29 @@ async def test_after_a_restart_known_volumes_count_as_live() -> None:
             w.stat("f")
 
 
+async def test_what_only_counts_as_live_after_a_restart_does_not_keep_a_newcomer_out() -> None:
+    db = MemoryDb()
+    async with running(db) as w:
+        await w.join(1)
+        await w.put("f", address(1))
+    async with running(db) as w:
+        await w.join(1, endpoint="h9:1", boot=9)  # the node came back with another address, and so did the master
+        assert [r.endpoint for r in w.stat("f").replicas] == ["h9:1"]
+        with pytest.raises(AlreadyExists, match="node n1 lives at h9:1"):
+            await w.join(1, boot=10)
+
+
+async def test_a_worker_that_says_farewell_is_dead_at_once() -> None:
+    async with running() as w:
+        await w.join(1)
+        await w.put("f", address(1))
+        await w.beat(1, leaving=True)
+        with pytest.raises(NotFound):
+            w.stat("f")
+        await w.join(1, endpoint="h9:1", boot=9)
+        assert [r.endpoint for r in w.stat("f").replicas] == ["h9:1"]
+
+
 async def test_unknown_workers_must_register() -> None:
     async with running() as w:
         assert (await w.beat()).register
