@@ -138,8 +138,8 @@ class AsyncLocalBlocks:
         deadline = Deadline.of(timeout_s, store_timeout_s(len(view)))
         staging = await self.stage(len(view), timeout_s=deadline.left_s)
         try:
-            await self._write(staging, view)
-            return await self.seal(staging, len(view), timeout_s=deadline.left_s)
+            digest, mtime_ns = await self._write(staging, view)
+            return await self.seal(staging, len(view), hash=digest, mtime_ns=mtime_ns, timeout_s=deadline.left_s)
         except BaseException:
             await abandon(self, staging)
             raise
@@ -159,11 +159,10 @@ class AsyncLocalBlocks:
         finally:  # those that a cancelled caller left untouched
             sockets.close_all(fd for fd in fds if isinstance(fd, int) and fd >= 0)
 
-    async def _write(self, staging: Staging, view: memoryview) -> None:
+    async def _write(self, staging: Staging, view: memoryview) -> files.Written:
         if len(view) <= INLINE_BYTES:
-            files.write_all(staging.fd, view)
-        else:
-            await self._to_its_end(files.write_and_close, staging.release(), view)
+            return files.write_hashed(staging.fd, view)
+        return await self._to_its_end(files.write_and_close, staging.release(), view)
 
     async def _read(self, fds: sockets.Opened, index: int, wish: Wish) -> Loaded:
         fd = fds[index]

@@ -81,8 +81,10 @@ class LocalBlocks:
         deadline = Deadline.of(timeout_s, store_timeout_s(len(view)))
         staging = self.stage(len(view), timeout_s=deadline.left_s)
         try:
-            files.write_and_close(staging.release(), view)
-            return self.seal(staging, len(view), timeout_s=deadline.left_s)
+            digest, mtime_ns = files.write_and_close(staging.release(), view)
+            return self._worker.seal(
+                staging.handle, len(view), hash=digest, mtime_ns=mtime_ns, timeout_s=deadline.left_s
+            )
         except BaseException:
             abandon(self, staging)
             raise

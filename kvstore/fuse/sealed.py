@@ -14,7 +14,7 @@ from kvstore.client.blocks import AsyncBlocks
 from kvstore.core.errors import Corrupt
 from kvstore.core.limits import MIB
 from kvstore.core.types import Entry
-from kvstore.fuse.residency import Residency
+from kvstore.pagecache import Residency
 from kvstore.fuse.threads import on_fd
 from kvstore.runtime import Runtime
 

@@ -12,7 +12,7 @@ from kvstore.worker.background import Background
 from kvstore.worker.block import Block
 from kvstore.worker.disk import Disk
 from kvstore.worker.filehash import hash_file
-from kvstore.worker.residency import Residency
+from kvstore.pagecache import Residency
 from kvstore.worker.store import Store
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Verifier:
     def is_good(self, block: Block, fd: int) -> bool:
         """Whether this open of the block may be handed out as it is: about 3 µs, no thread."""
         length = block.address.length_bytes
-        return block.verified and self._disk.fstat(fd).size_bytes == length and self._residency.is_resident(fd, length)
+        return block.verified and self._disk.fstat(fd).size_bytes == length and self._residency.is_whole(fd, length)
 
     async def verify(self, block: Block) -> None:
         """Read and hash the block. Raises Corrupt when it is not what its name says (it is then in quarantine),

@@ -18,7 +18,7 @@ from kvstore.worker import lease
 from kvstore.worker.disk import Disk
 from kvstore.worker.held import unlink_watched
 from kvstore.worker.lease import Holders
-from kvstore.worker.residency import Residency, _all_in_core
+from kvstore.pagecache import Residency, all_in_core
 from kvstore.worker.volume import MAX_QUARANTINED, Volume, open_volume
 from kvstore.worker.worker import VolumeSettings, open_volumes
 from tests.support import worker_kit as kit
@@ -157,9 +157,20 @@ def test_unlinked_bytes_are_watched_while_somebody_has_them(root: Path) -> None:
 def test_residency_by_both_ways_agrees(root: Path) -> None:
     fd = os.open(root / "f", os.O_RDWR | os.O_CREAT)
     os.pwrite(fd, os.urandom(100_001), 0)
-    assert Residency().is_resident(fd, 100_001)
-    assert _all_in_core(fd, 100_001)
-    assert not Residency().is_resident(fd, 10 * MIB), "more than there is cannot be resident"
+    assert Residency().is_whole(fd, 100_001)
+    assert all_in_core(fd, 100_001)
+    assert not Residency().is_whole(fd, 10 * MIB), "more than there is cannot be resident"
+
+
+def test_without_cachestat_mincore_answers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.pagecache._SYS_CACHESTAT", 100_000)  # ENOSYS
+    fd, residency = os.open(root / "f", os.O_RDWR | os.O_CREAT), Residency()
+    os.pwrite(fd, os.urandom(100_001), 0)
+    assert residency.is_whole(fd, 100_001)
+    assert not residency.is_known
+    os.fdatasync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    assert residency.is_whole(fd, 100_001) == all_in_core(fd, 100_001)  # tmpfs keeps its pages
     os.close(fd)
 
 

@@ -12,7 +12,7 @@ import pytest
 from kvstore.client.blocks import AsyncBlocks
 from kvstore.core.errors import NotFound
 from kvstore.core.types import Address, BlockId, Entry
-from kvstore.fuse.residency import Residency
+from kvstore.pagecache import Residency
 from kvstore.fuse.sealed import SealedFiles
 from kvstore.runtime import SystemRuntime
 
@@ -74,7 +74,7 @@ async def test_what_is_not_in_memory_comes_from_a_thread(files: SealedFiles, mon
 
 
 async def test_where_the_kernel_cannot_say(files: SealedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.fuse.residency._SYSCALL", 100_000)
+    monkeypatch.setattr("kvstore.pagecache._SYS_CACHESTAT", 100_000)
     await ways(files)
 
 
