@@ -30,6 +30,9 @@ def run(
     path: Annotated[
         str | None, typer.Option(metavar="/DIR", help="Directory of the store to show; made if missing.")
     ] = None,
+    http: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Serve metrics and health there; off by default.")
+    ] = None,
     direct_io: Annotated[
         bool | None,
         typer.Option("--direct-io/--no-direct-io", help="Read past the kernel's cache; no shared maps then."),
@@ -44,6 +47,7 @@ def run(
         "mount.master": _url(master),
         "mount.worker_socket": worker_socket,
         "mount.path": path,
+        "mount.http": http,
         "mount.direct_io": direct_io,
         "mount.allow_other": allow_other,
     }

@@ -206,7 +206,6 @@ class MountPoint(Struct, frozen=True, forbid_unknown_fields=True):
 
 class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     mounts: list[MountPoint] = field(default_factory=list)
-    control_socket: SocketPath = "/run/kvstore/node.sock"
     backoff_max: PositiveDuration = "30s"
 
     @property

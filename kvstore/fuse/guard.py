@@ -52,16 +52,20 @@ def guarded_operations(cls: C) -> C:
 
 
 def guarded(handler: Handler, timeout_s: float = MOUNT_OPERATION_TIMEOUT_S) -> Handler:
-    """`handler` with a deadline, raising nothing but FUSEError."""
+    """`handler` with a deadline, raising nothing but FUSEError; ``self.counts`` counts (name, "ok" or errno)."""
     name = handler.__name__
 
     @functools.wraps(handler)
     async def guard(*args: Any) -> Any:
+        counts = args[0].counts
         try:
             async with asyncio.timeout(timeout_s):
-                return await handler(*args)
+                result = await handler(*args)
+            counts[name, "ok"] += 1
+            return result
         except BaseException as error:  # noqa: BLE001 - the one guard
             code = errno_of(error)
+            counts[name, errno.errorcode.get(code, str(code))] += 1
             _log(name, args[1:], error, code)
             if name in NO_REPLY:
                 return None

@@ -17,7 +17,7 @@ from kvstore.client.aio import AsyncClient
 from kvstore.config import Config, MountConfig, require_mount_dir
 from kvstore.core.errors import Denied, KvError, NotDirectory
 from kvstore.core.types import Entry
-from kvstore.fuse import mountpoint
+from kvstore.fuse import metrics, mountpoint
 from kvstore.fuse.changes import Changes
 from kvstore.fuse.circuit import Master
 from kvstore.fuse.files import Files
@@ -31,6 +31,7 @@ from kvstore.fuse.space import Space
 from kvstore.fuse.staging import StagingArea
 from kvstore.fuse.tree import Tree
 from kvstore.obs import notify
+from kvstore.obs.http import serve
 from kvstore.runtime import Runtime, SystemRuntime
 
 log = logging.getLogger(__name__)
@@ -81,7 +82,19 @@ async def _serve(config: Config, directory: str, client: AsyncClient, runtime: R
     master = Master(client.meta)
     root = await _root(master, client.target.path(config.mount.path))
     parts = build(config, client, master, root, cluster.max_block_bytes, runtime)
-    _mount(Operations(parts), directory, config.mount.allow_other)
+    operations = Operations(parts)
+    http, _ = await serve(config.mount.http_address, metrics.routes(operations, parts, master))
+    try:
+        _mount(operations, directory, config.mount.allow_other)
+        await _until_unmounted(config, directory, client, parts, runtime, announce)
+    finally:
+        await http.close()
+        await master.close()
+
+
+async def _until_unmounted(
+    config: Config, directory: str, client: AsyncClient, parts: Parts, runtime: Runtime, announce: Announce
+) -> None:
     sweeper = asyncio.create_task(_sweep(parts.changes, config.mount.temp_ttl_s, runtime))
     stopper = asyncio.create_task(_stop_on_signal(directory, parts.files))
     ready = asyncio.create_task(_when_it_serves(directory, config.mount, client, announce))
@@ -93,7 +106,6 @@ async def _serve(config: Config, directory: str, client: AsyncClient, runtime: R
         await asyncio.gather(sweeper, stopper, ready, return_exceptions=True)
         await asyncio.to_thread(pyfuse3.close)
         await _drop_all(parts)
-        await master.close()
 
 
 def build(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections import Counter
 from collections.abc import Sequence
 from typing import Final, NamedTuple, NoReturn
 
@@ -64,13 +65,14 @@ class Parts(NamedTuple):
 
 @guarded_operations
 class Operations(pyfuse3.Operations):
-    """The handlers of one mount. `uid`, `gid` (None: the caller's) own what is made here."""
+    """The handlers of one mount. `counts`: how often each ended in which way."""
 
     supports_dot_lookup = False
     enable_writeback_cache = False
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
+        self.counts: Counter[tuple[str, str]] = Counter()
         self._numbers, self._tree, self._local, self._sealed = parts.numbers, parts.tree, parts.local, parts.sealed
         self._files, self._changes, self._space, self._patterns = (
             parts.files,

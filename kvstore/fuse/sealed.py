@@ -14,8 +14,8 @@ from kvstore.client.blocks import AsyncBlocks
 from kvstore.core.errors import Corrupt
 from kvstore.core.limits import MIB
 from kvstore.core.types import Entry
-from kvstore.pagecache import Residency
 from kvstore.fuse.threads import on_fd
+from kvstore.pagecache import Residency
 from kvstore.runtime import Runtime
 
 MAX_READ_BYTES: Final = 1 * MIB

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import uvloop
 
-from kvstore.config import Config, HostPort, MasterConfig
-from kvstore.core.errors import KvError, Unavailable
+from kvstore.config import Config, MasterConfig
+from kvstore.core.errors import KvError
 from kvstore.master.commit import Committer
 from kvstore.master.db import RocksDb
 from kvstore.master.master import Master, Settings
@@ -19,7 +19,8 @@ from kvstore.master.metrics import MasterMetrics
 from kvstore.master.records import JournalLimits
 from kvstore.master.service import MasterService
 from kvstore.obs import notify
-from kvstore.obs.http import HttpServer, health_routes
+from kvstore.obs.http import HttpServer, Route, health_routes
+from kvstore.obs.http import serve as http_serve
 from kvstore.rpc.server import Server, serve, stop_all
 from kvstore.runtime import Runtime, SystemRuntime
 
@@ -58,7 +59,7 @@ async def _run(config: MasterConfig, runtime: Runtime, db: RocksDb) -> None:
     http: HttpServer | None = None
     try:
         server = await serve(config.listen, [MasterService(master, runtime, metrics).add_to])
-        http, http_endpoint = await _serve_http(config.http_address, metrics, committer)
+        http, http_endpoint = await http_serve(config.http_address, _routes(metrics, committer))
         await server.set_serving(True)
         log.info("ready: gRPC at %s, HTTP at %s, cluster %s", server.endpoint, http_endpoint, master.cluster_id)
         notify.ready(endpoint=server.endpoint, http=http_endpoint, cluster=master.cluster_id)
@@ -77,24 +78,11 @@ def settings_of(config: MasterConfig) -> Settings:
     return Settings(config.tick_s, config.dead_ticks, config.forget_after_s, journal)
 
 
-async def _serve_http(
-    address: HostPort | None, metrics: MasterMetrics, committer: Committer
-) -> tuple[HttpServer | None, str]:
-    """(server, its ``host:port``); (None, "") when it is off."""
-    if address is None:
-        return None, ""
-
+def _routes(metrics: MasterMetrics, committer: Committer) -> dict[str, Route]:
     def problem() -> str | None:
         return committer.failure.message if committer.failure else None
 
-    server = HttpServer(health_routes(metrics.metrics, problem, problem))
-    try:
-        port = await server.start(*address)
-    except OSError as error:
-        raise Unavailable(
-            f"cannot listen on {address} for HTTP: {error.strerror}; choose another with --http"
-        ) from None
-    return server, str(HostPort(address.host, port))
+    return health_routes(metrics.metrics, problem, problem)
 
 
 async def _tick(master: Master, runtime: Runtime) -> None:

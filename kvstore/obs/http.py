@@ -12,6 +12,8 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final, NamedTuple
 
+from kvstore.config.units import HostPort
+from kvstore.core.errors import Unavailable
 from kvstore.obs.metrics import CONTENT_TYPE, Metrics
 
 log = logging.getLogger(__name__)
@@ -142,6 +144,23 @@ class HttpServer:
         except Exception:
             log.exception("answering %s failed", path)
             return Response(500, b"internal error, see the log\n")
+
+
+async def serve(address: HostPort | None, routes: Mapping[str, Route]) -> tuple[HttpServer, str]:
+    """(server, the ``host:port`` it was really bound to); without an address nothing listens, and that is "".
+
+    Raises Unavailable in one line when the address is taken.
+    """
+    server = HttpServer(routes)
+    if address is None:
+        return server, ""
+    try:
+        port = await server.start(*address)
+    except OSError as error:
+        raise Unavailable(
+            f"cannot listen on {address} for HTTP: {error.strerror}; choose another with --http"
+        ) from None
+    return server, str(HostPort(address.host, port))
 
 
 def parse_request_line(line: bytes) -> tuple[str, str]:

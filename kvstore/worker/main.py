@@ -12,10 +12,11 @@ from typing import Any
 import uvloop
 
 from kvstore import __version__
-from kvstore.config import Config, WorkerConfig
+from kvstore.config import Config, HostPort, WorkerConfig
 from kvstore.core.errors import Unavailable
 from kvstore.obs import notify
-from kvstore.obs.http import HttpServer, health_routes
+from kvstore.obs.http import HttpServer, Route, health_routes
+from kvstore.obs.http import serve as http_serve
 from kvstore.obs.metrics import Metrics
 from kvstore.runtime import SystemRuntime
 from kvstore.worker import metrics as worker_metrics
@@ -33,17 +34,17 @@ def run(config: Config, *, accept_rollback: bool = False) -> None:
     # A conflicting open while a lease is held sends SIGIO, whose default is to kill (rule 5).
     signal.signal(signal.SIGIO, signal.SIG_IGN)
     raise_fd_limit()
-    uvloop.run(serve(settings_of(config.worker, accept_rollback)))
+    uvloop.run(serve(settings_of(config.worker, accept_rollback), config.worker.http_address))
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: Settings, http_address: HostPort | None) -> None:
     runtime, disk = SystemRuntime(name="kvstore-worker"), Disk()
     stopped = _on_signals()
     http = HttpServer({})
     try:
         volumes = await open_volumes(settings, runtime, disk)
         worker = Worker(settings, runtime, volumes, disk)
-        http, address = await _start_http(settings.http, worker)
+        http, address = await http_serve(http_address, _routes(worker))
         worker.settings = settings._replace(http=address)
         try:
             await _start(worker)
@@ -81,19 +82,10 @@ async def _until_stopped(worker: Worker, stopped: asyncio.Event) -> None:
     log.info("stopping")
 
 
-async def _start_http(listen: str, worker: Worker) -> tuple[HttpServer, str]:
-    """Metrics and health; the address it was really bound to, "" when it is off."""
+def _routes(worker: Worker) -> dict[str, Route]:
     metrics = Metrics("worker", __version__)
     worker_metrics.watch(metrics, worker.store, worker.counters, worker.staging, worker.sessions)
-    server = HttpServer(health_routes(metrics, _alive(worker), _ready(worker)))
-    if not listen:
-        return server, ""
-    host, _, port = listen.rpartition(":")
-    try:
-        bound = await server.start(host.strip("[]"), int(port))
-    except OSError as error:
-        raise Unavailable(f"worker.http: cannot listen on {listen}: {error.strerror}") from None
-    return server, f"{host}:{bound}"
+    return health_routes(metrics, _alive(worker), _ready(worker))
 
 
 def _alive(worker: Worker) -> Callable[[], str | None]:
@@ -131,7 +123,6 @@ def settings_of(config: WorkerConfig, accept_rollback: bool = False) -> Settings
         session_grace_s=config.session_grace_s,
         full_report_s=config.full_report_s,
         volumes=[VolumeSettings(v.tier, v.path, v.capacity_bytes, v.free_floor_bytes) for v in config.volumes],
-        http=str(config.http_address or ""),
         accept_rollback=accept_rollback,
     )
 

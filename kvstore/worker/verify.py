@@ -7,12 +7,12 @@ import logging
 
 from kvstore.core.errors import Corrupt
 from kvstore.core.types import BlockId
+from kvstore.pagecache import Residency
 from kvstore.runtime import Runtime
 from kvstore.worker.background import Background
 from kvstore.worker.block import Block
 from kvstore.worker.disk import Disk
 from kvstore.worker.filehash import hash_file
-from kvstore.pagecache import Residency
 from kvstore.worker.store import Store
 
 log = logging.getLogger(__name__)

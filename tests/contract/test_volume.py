@@ -13,12 +13,12 @@ import pytest
 
 from kvstore.core.errors import InvalidRequest, NoSpace, Unavailable
 from kvstore.core.types import Address, BlockId
+from kvstore.pagecache import Residency, all_in_core
 from kvstore.runtime import SystemRuntime
 from kvstore.worker import lease
 from kvstore.worker.disk import Disk
 from kvstore.worker.held import unlink_watched
 from kvstore.worker.lease import Holders
-from kvstore.pagecache import Residency, all_in_core
 from kvstore.worker.volume import MAX_QUARANTINED, Volume, open_volume
 from kvstore.worker.worker import VolumeSettings, open_volumes
 from tests.support import worker_kit as kit

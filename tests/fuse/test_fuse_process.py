@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +41,23 @@ def test_sigterm_unmounts(cluster: Cluster, tmp_path: Path) -> None:
         assert "mounted / of" in mount.process.log.read_text()
         mount.process.start()
         assert in_child((mount / "f").read_bytes) == b"1"
+
+
+def test_metrics_and_health(cluster: Cluster, tmp_path: Path) -> None:
+    port = free_port()
+    with mounted(cluster, tmp_path / "m", cluster.workers[0], "--http", f"127.0.0.1:{port}") as mount:
+        in_child((mount / "f").write_bytes, b"1")
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+            text = reply.read().decode()
+        assert 'kvstore_mount_operations{operation="create",result="ok"} 1.0' in text
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10) as reply:
+            assert reply.status == 200
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
 
 
 def test_umount_ends_the_process(cluster: Cluster, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import inspect
+from collections import Counter
 
 import pytest
 
@@ -15,13 +16,23 @@ from kvstore.fuse import guard  # noqa: E402
 from kvstore.fuse.ops import Operations  # noqa: E402
 
 
+class Mount:
+    """What the guard needs of the handlers' object."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+
+
 async def code_of(error: BaseException) -> int:
-    async def handler() -> None:
+    async def handler(self: Mount) -> None:
         raise error
 
+    mount = Mount()
     with pytest.raises(pyfuse3.FUSEError) as caught:
-        await guard.guarded(handler)()
-    return int(caught.value.errno)
+        await guard.guarded(handler)(mount)
+    code = int(caught.value.errno)
+    assert mount.counts == {("handler", errno.errorcode[code]): 1}
+    return code
 
 
 @pytest.mark.allow_errors("internal error in handler")
@@ -51,22 +62,22 @@ async def test_an_errno_passes_unchanged() -> None:
 
 
 async def test_a_handler_that_waits_for_ever_has_a_deadline() -> None:
-    async def handler() -> None:
+    async def handler(self: Mount) -> None:
         await asyncio.Event().wait()
 
     with pytest.raises(pyfuse3.FUSEError) as caught:
-        await guard.guarded(handler, timeout_s=0.01)()
+        await guard.guarded(handler, timeout_s=0.01)(Mount())
     assert caught.value.errno == errno.ETIMEDOUT
 
 
 async def test_a_cancelled_task_still_answers() -> None:
     entered = asyncio.Event()
 
-    async def handler() -> None:
+    async def handler(self: Mount) -> None:
         entered.set()
         await asyncio.Event().wait()
 
-    task: asyncio.Future[None] = asyncio.ensure_future(guard.guarded(handler)())
+    task: asyncio.Future[None] = asyncio.ensure_future(guard.guarded(handler)(Mount()))
     await entered.wait()
     task.cancel()
     with pytest.raises(pyfuse3.FUSEError):
@@ -75,10 +86,19 @@ async def test_a_cancelled_task_still_answers() -> None:
 
 @pytest.mark.allow_errors("internal error in forget")
 async def test_forget_has_no_answer_and_raises_nothing() -> None:
-    async def forget() -> None:
+    async def forget(self: Mount) -> None:
         raise ZeroDivisionError
 
-    assert await guard.guarded(forget)() is None
+    assert await guard.guarded(forget)(Mount()) is None
+
+
+async def test_what_went_well_is_counted() -> None:
+    async def handler(self: Mount) -> int:
+        return 5
+
+    mount = Mount()
+    assert await guard.guarded(handler)(mount) == 5
+    assert mount.counts == {("handler", "ok"): 1}
 
 
 def test_every_handler_that_pyfuse3_may_call_is_guarded() -> None:

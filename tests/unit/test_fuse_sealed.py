@@ -12,8 +12,8 @@ import pytest
 from kvstore.client.blocks import AsyncBlocks
 from kvstore.core.errors import NotFound
 from kvstore.core.types import Address, BlockId, Entry
-from kvstore.pagecache import Residency
 from kvstore.fuse.sealed import SealedFiles
+from kvstore.pagecache import Residency
 from kvstore.runtime import SystemRuntime
 
 DATA = os.urandom(300_000)
