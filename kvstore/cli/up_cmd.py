@@ -14,6 +14,8 @@ from kvstore.cli.app import new_app
 from kvstore.cli.output import JsonOption, console, print_json
 from kvstore.config import parse_size
 from kvstore.node import up
+from kvstore.node.box import Options
+from kvstore.node.child import ChildEnded
 from kvstore.obs import logging as obs_logging
 
 app = new_app()
@@ -31,15 +33,20 @@ def run(
     port: Annotated[int, typer.Option(min=0, max=60000, help="The master's; 0 = any free ports.")] = 7070,
     free_floor: Annotated[str, typer.Option(help="What the disk's other users keep free.")] = "1GiB",
     as_json: JsonOption = False,
-) -> None:
+) -> int:
     """Run master, worker(s) and a mount on this box until Ctrl-C."""
     parse_size(capacity)
     parse_size(free_floor)
     obs_logging.setup("up")
-    options = up.Options(
+    options = Options(
         data.absolute(), capacity, workers, tuple(path.absolute() for path in mount or ()), port, free_floor=free_floor
     )
-    asyncio.run(up.run(options, announce_json if as_json else announce))
+    try:
+        asyncio.run(up.run(options, announce_json if as_json else announce))
+    except ChildEnded as error:
+        print(f"kvstore: {error.message}", file=sys.stderr)
+        return error.exit_code
+    return 0
 
 
 def announce_json(store: up.Store) -> None:

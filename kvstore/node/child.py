@@ -33,14 +33,24 @@ class ChildSpec(NamedTuple):
     argv: tuple[str, ...]
 
 
+class ChildEnded(Unavailable):
+    """A child ended before it was ready; it has said why in its own lines. `exit_code` is its own."""
+
+    def __init__(self, name: str, exit_code: int) -> None:
+        super().__init__(f"{name} could not start; its own line above says why")
+        self.exit_code = exit_code
+
+
 class Child:
     """States: starting → ready → (died → pause → starting …) → stopped.
 
-    `facts` is what it said when it became ready; `restarts` counts.
+    `facts` is what it said when it became ready; `restarts` counts. One that is not `patient` is started again only
+    after it was ready once: what cannot start at all is for a person to mend.
     """
 
-    def __init__(self, spec: ChildSpec, max_pause_s: float) -> None:
+    def __init__(self, spec: ChildSpec, max_pause_s: float, *, patient: bool) -> None:
         self.spec = spec
+        self._patient = patient
         self.facts: Mapping[str, str] = {}
         self.restarts = 0
         self.exit_code: int | None = None
@@ -48,6 +58,7 @@ class Child:
         self._process: asyncio.subprocess.Process | None = None
         self._stop = asyncio.Event()
         self._ready = asyncio.Event()
+        self._was_ready = False
         self._died = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -65,7 +76,7 @@ class Child:
     async def wait_ready(self, timeout_s: float) -> Mapping[str, str]:
         """Its facts once it serves.
 
-        Raises Unavailable when its first run ends before, Timeout when it takes too long.
+        Raises ChildEnded when its first run ends before, Timeout when it takes too long.
         """
         ready, died = asyncio.create_task(self._ready.wait()), asyncio.create_task(self._died.wait())
         _, pending = await asyncio.wait({ready, died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -74,9 +85,7 @@ class Child:
         if self.is_ready:
             return self.facts
         if self._died.is_set():
-            raise Unavailable(
-                f"{self.spec.name} ended with code {self.exit_code} before it was ready; see its lines above"
-            )
+            raise ChildEnded(self.spec.name, self.exit_code or 0)
         raise Timeout(f"{self.spec.name} was not ready after {timeout_s:g} s")
 
     async def until_ready(self) -> None:
@@ -103,7 +112,7 @@ class Child:
         pause_s = FIRST_PAUSE_S
         while True:
             lived_s = await self._run_once()
-            if self._stop.is_set():
+            if self._stop.is_set() or not (self._patient or self._was_ready):
                 return
             pause_s = FIRST_PAUSE_S if lived_s >= STEADY_S else pause_s
             log.warning("%s ended with code %s; started again in %.1f s", self.spec.name, self.exit_code, pause_s)
@@ -143,6 +152,7 @@ class Child:
 
     def _on_ready(self, facts: Mapping[str, str]) -> None:
         self.facts = facts
+        self._was_ready = True
         self._ready.set()
         log.info("%s is ready (pid %s)", self.spec.name, self.pid)
 

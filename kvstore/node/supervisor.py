@@ -20,20 +20,21 @@ class Supervisor:
         self._max_pause_s = max_pause_s
         self.children: list[Child] = []
 
-    def launch(self, spec: ChildSpec) -> Child:
-        child = Child(spec, self._max_pause_s)
+    def launch(self, spec: ChildSpec, *, patient: bool = True) -> Child:
+        """Start it, and again whenever it ends. Without `patient` not before it was ready once."""
+        child = Child(spec, self._max_pause_s, patient=patient)
         self.children.append(child)
         child.start()
         return child
 
     async def start(self, spec: ChildSpec, timeout_s: float) -> Mapping[str, str]:
-        """Launch and wait until it serves. Raises Unavailable or Timeout."""
-        return await self.launch(spec).wait_ready(timeout_s)
+        """Launch and wait until it serves. Raises ChildEnded or Timeout."""
+        return await self.launch(spec, patient=False).wait_ready(timeout_s)
 
     async def start_patiently(self, spec: ChildSpec, timeout_s: float) -> None:
         """Launch; a child that is not ready in time goes on trying in the background (the master may be away)."""
         try:
-            await self.start(spec, timeout_s)
+            await self.launch(spec).wait_ready(timeout_s)
         except KvError as error:
             log.warning("%s; going on without waiting for it", error)
 

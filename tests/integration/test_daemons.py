@@ -81,7 +81,7 @@ def test_up_starts_again_what_dies(tmp_path: Path) -> None:
     mount = tmp_path / "a"
     with up(tmp_path, "--mount", str(mount)) as (process, _):
         (mount / "greeting").write_text("hello")
-        for name in ("mount", "worker"):
+        for name in ("mount", "worker", "master"):
             before = children(process.pid)[name]
             os.kill(before, signal.SIGKILL)
             wait_until(lambda: children(process.pid).get(name, before) != before, f"{name} runs again")  # noqa: B023
@@ -106,6 +106,26 @@ def test_up_says_in_one_line_why_it_cannot_start(tmp_path: Path) -> None:
     assert done.returncode == 5
     assert "cannot listen on" in done.stderr
     assert "Traceback" not in done.stderr
+    assert "started again" not in done.stderr
+
+
+def test_a_second_up_on_the_same_directory_changes_nothing(tmp_path: Path) -> None:
+    with up(tmp_path):
+        before = (tmp_path / "data" / "master.toml").read_text()
+        command = [sys.executable, "-m", "kvstore", "up", "--data", str(tmp_path / "data"), "--port", "0"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=STOP_TIMEOUT_S, check=False)
+        assert done.returncode == 5
+        assert "another `kvstore up` runs on" in done.stderr
+        assert (tmp_path / "data" / "master.toml").read_text() == before
+
+
+def test_ctrl_c_during_the_start_is_obeyed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvstore", "up", "--data", str(tmp_path / "data"), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: "master" in children(process.pid), "the master was started")
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=STOP_TIMEOUT_S)
+    assert (process.returncode, out) == (0, "")
 
 
 @needs_mount
