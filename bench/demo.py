@@ -106,8 +106,9 @@ def through_sdk(home: Path, chunks: int) -> list[Phase]:
 @contextmanager
 def starting(home: Path, mounts: list[Path]) -> Iterator[dict[str, Any]]:
     """A store, with a line that says so while it takes long."""
+    mounted = "two mounts" if mounts else "no mount"
     with running(home, mounts, capacity="4GiB") as facts:
-        console.print(f"  [green]ok[/]  a store with two nodes and {len(mounts)} mounts: {facts['url']}")
+        console.print(f"  [green]ok[/]  a store with two nodes and {mounted}: {facts['url']}")
         yield facts
 
 
@@ -154,9 +155,10 @@ def compared(result: dict[str, Any]) -> str:
 
 
 KEEP = """
-To keep a store running:      [bold].venv/bin/kvstore up --mount /mnt/kv[/]      (Ctrl-C stops it)
-Then start LMCache with:      [bold]LMCACHE_REMOTE_URL=fs://localhost:0/mnt/kv/lmcache PYTHONHASHSEED=0[/]
-Look at it:                   [bold].venv/bin/kvstore report[/], [bold].venv/bin/kvstore fs ls /[/]"""
+To keep a store running:  [bold].venv/bin/kvstore up --mount /mnt/kv --data /var/lib/kvstore[/]
+                          (Ctrl-C stops it)
+Then start LMCache with:  [bold]LMCACHE_REMOTE_URL=fs://localhost:0/mnt/kv/lmcache PYTHONHASHSEED=0[/]
+Look at it:               [bold].venv/bin/kvstore report[/], [bold].venv/bin/kvstore fs ls /[/]"""
 
 
 def main() -> None:
@@ -181,4 +183,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        console.print("\ninterrupted; the store was stopped and its files removed")
+        sys.exit(130)

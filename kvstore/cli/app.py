@@ -37,6 +37,12 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "config": Command("kvstore.cli.config_cmd", "Show the configuration and where each value comes from."),
 }
 
+EXIT_CODES_HELP: Final = (
+    "0 done, 1 failed, 2 wrong usage or configuration, 3 not found, 4 exists already, 5 unavailable or too late (try "
+    "again), 6 no space, 7 denied, 8 path of another kind, 9 corrupt, 10 not supported, 130 interrupted"
+)
+"""`kvstore.cli.main` has the table behind it."""
+
 ConfigOption = Annotated[
     str | None,
     typer.Option(
@@ -78,6 +84,7 @@ def load_command(name: str) -> Any:
 app = typer.Typer(
     name="kvstore",
     help="kvstore: an L2 KV-cache pool for LLM serving.",
+    epilog=f"Exit codes: {EXIT_CODES_HELP}.",
     cls=LazyGroup,
     invoke_without_command=True,
     # main() prints one line per error; typer's own tracebacks would hide the exit codes.

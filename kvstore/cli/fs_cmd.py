@@ -13,19 +13,34 @@ import typer
 
 from kvstore.cli import fs_rows
 from kvstore.cli.app import ConfigOption, new_app
+from kvstore.cli.fs_rows import named
 from kvstore.cli.output import Column, JsonOption, number_column, print_json, print_object, print_rows, size_column
 from kvstore.cli.progress import transfer
 from kvstore.cli.store import MasterOption, SocketOption, open_store
 from kvstore.client.jobs import readable
 from kvstore.client.sync import Client
 from kvstore.core.errors import InvalidRequest, NotDirectory, NotFound
-from kvstore.core.paths import split
+from kvstore.core.paths import normalize, split
 from kvstore.core.types import Entry
 
 app = new_app()
 
-StorePath = Annotated[str, typer.Argument(metavar="PATH", help="In the store; / is its root.")]
 COPY_BYTES = 1 << 20
+STANDARD = "-"
+"""In place of a local file: standard input or output."""
+
+
+def from_root(path: str) -> str:
+    """One spelling for messages, tables and JSON: ``a/b`` and ``/a//b/`` → ``/a/b``, nothing → ``/``."""
+    return f"/{normalize(path)}"
+
+
+def target_from_root(path: str) -> str:
+    """The same, but a slash at the end stays: it says "a directory"."""
+    return f"{from_root(path).rstrip('/')}/" if path.endswith("/") else from_root(path)
+
+
+StorePath = Annotated[str, typer.Argument(metavar="PATH", help="In the store; / is its root.", callback=from_root)]
 
 
 @app.callback()
@@ -68,18 +83,18 @@ def cat(
 ) -> None:
     """Write a file's bytes to standard output (with --json: in base64)."""
     with open_store(master, config, worker_socket) as client:
-        if as_json:
-            data = client.get(path)
-            print_json({"path": path, "size_bytes": len(data), "base64": base64.b64encode(data).decode()})
-            return
-        with client.open(path) as block:
-            shutil.copyfileobj(block, sys.stdout.buffer, COPY_BYTES)
+        _copy_out(client, path, as_json)
 
 
 @app.command("put")
 def put(
     source: Annotated[str, typer.Argument(metavar="FILE", help="Local file; - is standard input.")],
-    path: Annotated[str, typer.Argument(metavar="PATH", help="In the store; a directory takes the file's own name.")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH", help="In the store; a directory takes the file's own name.", callback=target_from_root
+        ),
+    ],
     if_absent: Annotated[bool, typer.Option("--if-absent", help="Leave an existing file as it is.")] = False,
     master: MasterOption = None,
     worker_socket: SocketOption = None,
@@ -88,12 +103,13 @@ def put(
 ) -> None:
     """Store a local file; missing directories are made."""
     with open_store(master, config, worker_socket) as client:
-        if source == "-":
-            target = path
-            result = client.put(target, sys.stdin.buffer.read(), if_absent=if_absent)
+        if source == STANDARD:
+            target = from_root(path)
+            with named(target):
+                result = client.put(target, sys.stdin.buffer.read(), if_absent=if_absent)
         else:
             target = _into(client, path, Path(source).name)
-            with transfer(source, Path(source).stat().st_size) as progress:
+            with named(target), transfer(source, Path(source).stat().st_size) as progress:
                 result = client.put_file(target, source, if_absent=if_absent, progress=progress)
     _report("stored" if result.created else "kept what is there", target, result.entry.length_bytes, as_json)
 
@@ -101,7 +117,9 @@ def put(
 @app.command("get")
 def get(
     path: StorePath,
-    target: Annotated[Path, typer.Argument(metavar="FILE", help="Local file; a directory takes the name.")] = Path(),
+    target: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Local file, - is standard output; a directory takes the name.")
+    ] = Path(),
     master: MasterOption = None,
     worker_socket: SocketOption = None,
     config: ConfigOption = None,
@@ -109,11 +127,15 @@ def get(
 ) -> None:
     """Copy a file of the store to a local one, which is there as a whole or not at all."""
     with open_store(master, config, worker_socket) as client:
-        entry = readable(client.stat(path), path)
-        if target.is_dir():
-            target = target / split(path)[-1]
-        with transfer(path, entry.length_bytes) as progress:
-            size = client.get_file(path, target, progress=progress)
+        if str(target) == STANDARD:
+            _copy_out(client, path, as_json)
+            return
+        with named(path):
+            entry = readable(client.stat(path), path)
+            if target.is_dir():
+                target = target / split(path)[-1]
+            with transfer(path, entry.length_bytes) as progress:
+                size = client.get_file(path, target, progress=progress)
     _report("copied to", str(target), size, as_json)
 
 
@@ -159,7 +181,12 @@ def remove(
 @app.command("mv")
 def move(
     path: StorePath,
-    to: Annotated[str, typer.Argument(metavar="TO", help="New path; an existing directory takes the old name.")],
+    to: Annotated[
+        str,
+        typer.Argument(
+            metavar="TO", help="New path; an existing directory takes the old name.", callback=target_from_root
+        ),
+    ],
     no_replace: Annotated[bool, typer.Option("-n", "--no-replace", help="Fail when TO is there.")] = False,
     master: MasterOption = None,
     config: ConfigOption = None,
@@ -168,7 +195,8 @@ def move(
     """Move a file or a directory."""
     with open_store(master, config, "") as client:
         target = _into(client, to, split(path)[-1] if split(path) else "")
-        client.rename(path, target, no_replace=no_replace)
+        with named(target, fs_rows.MOVE_WORDS):
+            client.rename(path, target, no_replace=no_replace)
     if as_json:
         print_json({"from": path, "to": target})
 
@@ -212,11 +240,23 @@ def _into(client: Client, path: str, name: str) -> str:
         is_dir = client.stat(path).is_dir
     except (NotFound, NotDirectory):
         is_dir = path.endswith("/")
-    return f"{path.rstrip('/')}/{name}" if is_dir else path
+    return f"{path.rstrip('/')}/{name}" if is_dir else from_root(path)
+
+
+def _copy_out(client: Client, path: str, as_json: bool) -> None:
+    """To standard output."""
+    with named(path):
+        if as_json:
+            data = client.get(path)
+            print_json({"path": path, "size_bytes": len(data), "base64": base64.b64encode(data).decode()})
+            return
+        with client.open(path) as block:
+            shutil.copyfileobj(block, sys.stdout.buffer, COPY_BYTES)
 
 
 def _remove_one(client: Client, path: str) -> list[str]:
-    client.remove(path)
+    with named(path):
+        client.remove(path)
     return [path]
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvstore.cli.output import Column, number_column, size_column
+from kvstore.client import jobs
 from kvstore.client.messages import RemoveKind
 from kvstore.client.sync import Client
-from kvstore.core.errors import NotFound
+from kvstore.core.errors import AlreadyExists, Corrupt, IsDirectory, NotDirectory, NotEmpty, NotFound
 from kvstore.core.types import Entry
 
 
@@ -36,6 +38,33 @@ def _time(mtime_ns: int) -> str:
 
 def _replicas(replicas: list[dict[str, str]]) -> str:
     return ", ".join(f"{r['node']} ({r['tier']})" for r in replicas) or "-"
+
+
+WORDS: Final[Mapping[str, str]] = {
+    **jobs.WORDS,
+    "is_directory": "is a directory",
+    "not_empty": "is not empty; -r removes it with all below it",
+}
+MOVE_WORDS: Final[Mapping[str, str]] = {
+    **WORDS,
+    "no_name": "a directory above it does not exist",
+    "is_directory": "is a directory, and a file cannot replace it",
+    "not_directory": "is a file, and a directory cannot replace it",
+    "not_empty": "is not empty, and cannot be replaced",
+}
+"""Of the new name: that the old one is there was seen before."""
+
+
+@contextmanager
+def named(path: str, words: Mapping[str, str] = WORDS) -> Iterator[None]:
+    """What fails for a name says for which, in one wording: its path from the root of the store, then the reason."""
+    try:
+        yield
+    except (NotFound, AlreadyExists, NotEmpty, IsDirectory, NotDirectory, Corrupt) as error:
+        if error.message.startswith("/") and ": " in error.message:
+            raise
+        text = words.get(error.reason, error.message)
+        raise type(error)(f"{path}: {text}", reason=error.reason, fault=error.fault) from None
 
 
 SHORT = [Column("name", "NAME"), Column("type", "TYPE"), size_column("size_bytes", "SIZE")]
@@ -100,5 +129,6 @@ def remove_tree(client: Client, path: str) -> Iterator[str]:
         kind = RemoveKind.DIRECTORY
     else:
         kind = RemoveKind.ANY
-    client.remove(path, kind=kind)
+    with named(path):
+        client.remove(path, kind=kind)
     yield path

@@ -71,6 +71,8 @@ _OS_EXIT_CODES: Final[Mapping[int, int]] = {
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
+    # Before a command imports grpc: what its C core has to say on standard error is in our errors already.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     sys.exit(run(sys.argv[1:] if args is None else args))
 
 
@@ -118,7 +120,10 @@ def _usage_line(error: typer.TyperException) -> str:
     """The message with the command whose help says more; empty when the help was the answer."""
     message = error.format_message().strip()
     ctx = getattr(error, "ctx", None)
-    return f"{message} See: {ctx.command_path} --help" if message and ctx else message
+    if not message or not ctx:
+        return message
+    stop = "" if message.endswith((".", "?", "!")) else "."
+    return f"{message}{stop} See: {ctx.command_path} --help"
 
 
 def _os_line(error: OSError) -> str:

@@ -22,7 +22,10 @@ def run(
         typer.Argument(metavar="DIR", help="Where to mount; made if missing. Else mount.dir of the configuration."),
     ] = None,
     config: ConfigOption = None,
-    master: Annotated[str | None, typer.Option(metavar="ADDR", help="kvstore://host:port, or host:port.")] = None,
+    master: Annotated[
+        str | None,
+        typer.Option(metavar="ADDR", help="kvstore://host:port, or host:port; else mount.master, worker.master."),
+    ] = None,
     worker_socket: Annotated[
         str | None,
         typer.Option(metavar="PATH", help="The local worker's socket; without one bytes go over the network."),
@@ -44,7 +47,7 @@ def run(
     """Show the store as a directory until it is unmounted (umount DIR) or told to stop (SIGTERM, Ctrl-C)."""
     flags = {
         "mount.dir": str(directory) if directory is not None else None,
-        "mount.master": _url(master),
+        "mount.master": master,
         "mount.worker_socket": worker_socket,
         "mount.path": path,
         "mount.http": http,
@@ -62,7 +65,3 @@ def run(
 
 def announce(line: str) -> None:
     typer.echo(line)
-
-
-def _url(master: str | None) -> str | None:
-    return f"kvstore://{master}" if master and "://" not in master else master

@@ -16,8 +16,8 @@ app = new_app()
 def run(config: ConfigOption = None) -> None:
     """Run this node's worker and mounts, and restart what dies.
 
-    Reads [worker], [[worker.volumes]] and [[node.mounts]] of the configuration. SIGTERM stops the mounts, then the
-    worker.
+    What they are is in the sections worker, worker.volumes and node.mounts of the configuration. SIGTERM stops the
+    mounts, then the worker.
     """
     loaded = load(config).config
     require_volumes(loaded)

@@ -5,24 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore.cli.app import ConfigOption, new_app
-from kvstore.cli.output import Column, JsonOption, number_column, print_rows, size_column
+from kvstore.cli.output import Column, JsonOption, number_column, print_note, print_rows, size_column
 from kvstore.cli.store import MasterOption, open_store
 from kvstore.client.messages import Node
 
 app = new_app()
 
+READS = [
+    number_column("hits", "LOCAL"),
+    number_column("fetches", "PEERS"),
+    number_column("misses", "MISSED"),
+]
+READS_NOTE = "LOCAL, PEERS, MISSED: reads of blocks since the start of each worker (here, from another node, nowhere)."
 COLUMNS = [
     Column("node", "NODE"),
     Column("state", "STATE"),
+    Column("heartbeat_age_s", "HEARD", "{:.1f} s".format, "right"),
     Column("endpoint", "ENDPOINT"),
-    Column("tiers", "TIERS", ", ".join),
     size_column("capacity_bytes", "CAPACITY"),
     size_column("used_bytes", "USED"),
-    size_column("free_bytes", "FREE"),
     number_column("blocks", "BLOCKS"),
-    Column("heartbeat_age_s", "LAST HEARD", "{:.1f} s ago".format, "right"),
-    Column("version", "VERSION"),
+    *READS,
 ]
+"""What fits into 80 characters; the rest is in JSON."""
 
 
 @app.callback()
@@ -32,9 +37,11 @@ def nodes() -> None:
 
 @app.command("list")
 def list_nodes(master: MasterOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """All workers that the master knows, live or not."""
+    """All workers that the master knows, live or not, and how their reads went."""
     with open_store(master, config, "") as client:
         print_rows([row(node) for node in client.cluster_map().nodes], COLUMNS, as_json)
+    if not as_json:
+        print_note(READS_NOTE)
 
 
 def row(node: Node) -> dict[str, Any]:
@@ -52,7 +59,13 @@ def row(node: Node) -> dict[str, Any]:
         "version": node.version,
         "volumes": [{**v._asdict(), "id": f"{v.id:016x}"} for v in node.volumes],
         "counters": node.counters._asdict(),
+        **reads(node),
     }
+
+
+def reads(node: Node) -> dict[str, int]:
+    """Of blocks: found here, brought from a peer, found nowhere."""
+    return {"hits": node.counters.hits, "fetches": node.counters.fetches, "misses": node.counters.misses}
 
 
 def state(node: Node) -> str:

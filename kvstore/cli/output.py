@@ -2,26 +2,26 @@
 
 ``with_json`` comes from `JsonOption`. Rows go out as JSON lines, as they come; a single thing as one JSON object. JSON
 keeps raw numbers (bytes, seconds); only the tables round and add units.
+
+Tables are laid out here, not by `rich.table`: that cuts cells at the width of the terminal, and a name that is cut cannot
+be copied. A line that is too long wraps.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from kvstore.config.units import format_size
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON: one object, or one per line.")]
-
-# Piped output is for grep and awk: a table as wide as its cells, never cut at the 80 columns that rich assumes.
-_PIPE_WIDTH: Final = 100_000
 
 
 class Column(NamedTuple):
@@ -49,12 +49,9 @@ def print_rows(rows: Iterable[Mapping[str, object]], columns: Sequence[Column], 
         for row in rows:
             print_json(row)
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column.title, justify=column.justify, no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text(_cell(column, row.get(column.key))) for column in columns))
-    console().print(table)
+    cells = [[_cell(column, row.get(column.key)) for column in columns] for row in rows]
+    head, *lines = _aligned([[column.title for column in columns], *cells], [column.justify for column in columns])
+    _print(Text("\n").join([Text(head, style="bold"), *map(Text, lines)]))
 
 
 def print_object(fields: Mapping[str, object], columns: Sequence[Column], with_json: bool) -> None:
@@ -62,12 +59,15 @@ def print_object(fields: Mapping[str, object], columns: Sequence[Column], with_j
     if with_json:
         print_json(fields)
         return
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(no_wrap=True)
+    width = max(cell_len(column.title) for column in columns)
     for column in columns:
-        table.add_row(Text(column.title), Text(_cell(column, fields.get(column.key))))
-    console().print(table)
+        title = Text(_padded(column.title, width, "left"), style="bold")
+        _print(Text.assemble(title, "  ", _cell(column, fields.get(column.key))))
+
+
+def print_note(text: str) -> None:
+    """A line for people below a table."""
+    _print(Text(text, style="dim"))
 
 
 def print_json(fields: Mapping[str, object]) -> None:
@@ -77,8 +77,7 @@ def print_json(fields: Mapping[str, object]) -> None:
 
 def console() -> Console:
     """The console on standard output as it is now; markup in file names is not interpreted."""
-    width = None if sys.stdout.isatty() else _PIPE_WIDTH
-    return Console(file=sys.stdout, width=width, markup=False, highlight=False, emoji=False)
+    return Console(file=sys.stdout, markup=False, highlight=False, emoji=False)
 
 
 def printable(text: str) -> str:
@@ -88,3 +87,20 @@ def printable(text: str) -> str:
 
 def _cell(column: Column, value: object) -> str:
     return "" if value is None else printable(column.show(value))
+
+
+def _aligned(table: Sequence[Sequence[str]], justify: Sequence[Literal["left", "right"]]) -> Iterator[str]:
+    """Lines with their cells below each other, two blanks apart, none at the end (it would wrap, too)."""
+    widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = zip(row, widths, justify, strict=True)
+        yield "  ".join(_padded(*cell) for cell in cells).rstrip(" ")
+
+
+def _padded(text: str, width: int, justify: Literal["left", "right"]) -> str:
+    blanks = " " * (width - cell_len(text))
+    return blanks + text if justify == "right" else text + blanks
+
+
+def _print(text: Text) -> None:
+    console().print(text, soft_wrap=True)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvstore.cli.app import ConfigOption, new_app
-from kvstore.cli.output import Column, JsonOption, number_column, print_object, size_column
+from kvstore.cli.nodes_cmd import READS, READS_NOTE, reads, state
+from kvstore.cli.output import Column, JsonOption, number_column, print_note, print_object, print_rows, size_column
 from kvstore.cli.store import MasterOption, open_store
 from kvstore.client.messages import ClusterMap, Counters
 
 app = new_app()
+
+
+def _lookups(lookups: Mapping[str, int]) -> str:
+    found, not_found = lookups["found"], lookups["not_found"]
+    ratio = f" ({found / (found + not_found):.1%})" if found + not_found else ""
+    return f"{found:,} found, {not_found:,} not found{ratio}"
+
 
 COLUMNS = [
     Column("cluster", "Cluster"),
@@ -21,30 +30,39 @@ COLUMNS = [
     number_column("files", "Files"),
     number_column("directories", "Directories"),
     number_column("blocks", "Blocks"),
-    Column("hit_ratio", "Hit ratio", "{:.1%}".format),
-    Column("local_ratio", "Local hits", "{:.1%}".format),
+    Column("lookups", "Look-ups", _lookups),
     number_column("evictions", "Evictions"),
     size_column("evicted_bytes", "Evicted"),
     size_column("read_bytes", "Read"),
     size_column("written_bytes", "Written"),
     number_column("corruptions", "Corrupt blocks"),
 ]
+NODE_COLUMNS = [Column("node", "NODE"), Column("state", "STATE"), *READS]
+NOTE = f"Look-ups: names asked for since the start of the master. {READS_NOTE}"
 
 
 @app.command()
 def report(master: MasterOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Capacity, nodes, entries and hit ratio of a cluster."""
+    """Capacity, nodes, entries and hit ratio of a cluster.
+
+    The hit ratio is that of the look-ups: of all names asked for since the master started, those that were there.
+    """
     with open_store(master, config, "") as client:
-        print_object(summary(client.cluster_map()), COLUMNS, as_json)
+        found = summary(client.cluster_map())
+    print_object(found, COLUMNS, as_json)
+    if not as_json:
+        print_note("")
+        print_rows(found["reads"], NODE_COLUMNS, with_json=False)
+        print_note(NOTE)
 
 
 def summary(cluster: ClusterMap) -> dict[str, Any]:
-    """Sums over the live workers; counters are since each worker's start. Ratios are None before the first read."""
+    """Sums over the live workers. `hit_ratio` is of names, `local_ratio` of blocks; None before the first one."""
     live = [node for node in cluster.nodes if node.live]
     volumes = [volume for node in live for volume in node.volumes]
     counters = Counters(*(sum(column) for column in zip(*(n.counters for n in live), strict=True))) if live else None
-    served = counters.hits + counters.fetches if counters else 0
-    asked = served + (counters.misses if counters else 0)
+    asked = cluster.lookups_found + cluster.lookups_not_found
+    wanted = counters.hits + counters.fetches + counters.misses if counters else 0
     return {
         "cluster": cluster.cluster,
         "version": cluster.version,
@@ -58,7 +76,9 @@ def summary(cluster: ClusterMap) -> dict[str, Any]:
         "files": cluster.files,
         "directories": cluster.directories,
         "blocks": sum(n.blocks for n in live),
-        "hit_ratio": served / asked if asked else None,
-        "local_ratio": counters.hits / asked if counters and asked else None,
+        "lookups": {"found": cluster.lookups_found, "not_found": cluster.lookups_not_found},
+        "hit_ratio": cluster.lookups_found / asked if asked else None,
+        "local_ratio": counters.hits / wanted if counters and wanted else None,
+        "reads": [{"node": node.id, "state": state(node), **reads(node)} for node in cluster.nodes],
         **(counters._asdict() if counters else {}),
     }

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 
 from kvstore.client.sync import Client
 from kvstore.config import load
+from kvstore.core.errors import Timeout, Unavailable
 
 MasterOption = Annotated[
     str | None,
-    typer.Option("--master", metavar="ADDR", help="kvstore://host:port/root, or host:port; else client.master."),
+    typer.Option(
+        "--master", metavar="ADDR", help="kvstore://host:port/root, or host:port; else client.master, worker.master."
+    ),
 ]
 SocketOption = Annotated[
     str | None,
@@ -21,16 +26,22 @@ SocketOption = Annotated[
 ]
 
 
-def open_store(master: str | None, config: str | None, worker_socket: str | None = None) -> Client:
-    """A client of the store that flags and configuration name; close it after use."""
-    loaded = load(config, {"client.master": _url(master)}).config.client
-    return Client(
+@contextmanager
+def open_store(master: str | None, config: str | None, worker_socket: str | None = None) -> Iterator[Client]:
+    """A client of the store that flags and configuration name, for the time of the command.
+
+    When it is the master that cannot be reached, the error says where another one would be named.
+    """
+    loaded = load(config, {"client.master": master}).config.client
+    with Client(
         loaded.master,
         worker_socket=worker_socket,
         timeout_s=loaded.timeout_s,
         metadata_ttl_s=loaded.metadata_ttl_s,
-    )
-
-
-def _url(master: str | None) -> str | None:
-    return f"kvstore://{master}" if master and "://" not in master else master
+    ) as client:
+        try:
+            yield client
+        except (Unavailable, Timeout) as error:
+            if error.fault not in client.target.endpoints:
+                raise
+            raise type(error)(f"{error.message} (set --master or client.master)", fault=error.fault) from None

@@ -17,7 +17,7 @@ app = new_app()
 @app.command()
 def run(
     config: ConfigOption = None,
-    master: Annotated[str | None, typer.Option(metavar="URL", help="kvstore://HOST:PORT of the master.")] = None,
+    master: Annotated[str | None, typer.Option(metavar="ADDR", help="kvstore://host:port, or host:port.")] = None,
     listen: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="gRPC, for clients and other workers.")
     ] = None,
@@ -31,7 +31,7 @@ def run(
         bool, typer.Option("--accept-rollback", help="Obey a master that lost state: what it does not know is removed.")
     ] = False,
 ) -> None:
-    """Run the worker of this node: it keeps blocks on the volumes of [[worker.volumes]] and hands them out."""
+    """Run the worker of this node: it keeps blocks on the volumes of the section worker.volumes, and hands them out."""
     flags = {
         "worker.master": master,
         "worker.listen": listen,

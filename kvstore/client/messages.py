@@ -133,8 +133,13 @@ class ClusterMap(NamedTuple):
     nodes: tuple[Node, ...]
     files: int
     directories: int
+    """Without the root."""
     version: str
     max_block_bytes: int
+    lookups_found: int = 0
+    """Names looked up since the master started, and found."""
+    lookups_not_found: int = 0
+    """... that were not there, or had no live replica."""
 
 
 class Statfs(NamedTuple):
@@ -244,6 +249,8 @@ def cluster_map(reply: m.ClusterMapReply) -> ClusterMap:
         reply.directories,
         reply.version,
         reply.max_block_bytes,
+        reply.lookups_found,
+        reply.lookups_not_found,
     )
 
 

@@ -13,12 +13,15 @@ import msgspec
 from kvstore.config import schema
 from kvstore.config.check import check
 from kvstore.config.text import from_text
-from kvstore.config.tree import Config
+from kvstore.config.tree import Config, Kind
 from kvstore.core.errors import Denied, InvalidRequest, NotFound
 
 DEFAULT_PATH: Final = "/etc/kvstore/kvstore.toml"
 MAX_FILE_BYTES: Final = 1 << 20
 PREFIX: Final = "KVSTORE_"
+SCHEME: Final = "kvstore://"
+MASTER_FOLLOWERS: Final = ("client.master", "mount.master")
+MASTER_FALLBACKS: Final = ("worker.master", "mount.master", "client.master")
 
 Layer = dict[str, object]
 """Dotted key → value as it was written."""
@@ -56,9 +59,33 @@ def load(
         _overlay(merged, origins, {key: value}, f"environment {variable}")
     for key, value in _from_flags(flags or {}).items():
         _overlay(merged, origins, {key: value}, f"flag {key}")
+    _complete_urls(merged)
+    _follow_master(merged, origins)
     config = _convert(merged, origins)
     check(config, origins)
     return Loaded(config, origins)
+
+
+def _complete_urls(merged: Layer) -> None:
+    """``host:port`` is enough for a store: the scheme is put before it."""
+    for key, value in merged.items():
+        hint = schema.keys().get(key)
+        if schema.kind_of(hint) is Kind.URL and isinstance(value, str) and value and "://" not in value:
+            merged[key] = f"{SCHEME}{value}"
+
+
+def _follow_master(merged: Layer, origins: dict[str, str]) -> None:
+    """``client.master`` and ``mount.master``, where they are not set, name the master of the first of
+    `MASTER_FALLBACKS` that is: a machine talks to one. A root in its URL is that process's own.
+    """
+    source = next((key for key in MASTER_FALLBACKS if isinstance(merged.get(key), str)), None)
+    if source is None:
+        return
+    scheme, separator, rest = str(merged[source]).partition("://")
+    for key in MASTER_FOLLOWERS:
+        if key not in merged:
+            merged[key] = f"{scheme}{separator}{rest.partition('/')[0]}"
+            origins[key] = f"{source}, {origins[source]}"
 
 
 def _overlay(merged: Layer, origins: dict[str, str], layer: Layer, origin: str) -> None:

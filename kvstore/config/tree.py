@@ -150,7 +150,10 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ClientConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the SDK, and with it the command line, uses unless told otherwise in the call."""
+    """What the command line uses unless told otherwise in the call.
+
+    ``master``, while it is not set, is ``worker.master``, else ``mount.master``: `kvstore config show --origin` says so.
+    """
 
     master: Url = DEFAULT_URL
     metadata_ttl: Duration = "1s"
@@ -166,6 +169,8 @@ class ClientConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MountConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """``master``, while it is not set, is ``worker.master``, else ``client.master``."""
+
     dir: Path = ""
     master: Url = DEFAULT_URL
     path: StorePath = "/"

@@ -9,12 +9,13 @@ node's lock keeps its reports in order.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 from kvstore.core import paths
-from kvstore.core.errors import InvalidRequest, KvError, NotDirectory, Unsupported
+from kvstore.core.errors import InvalidRequest, KvError, NotDirectory, NotFound, Unsupported
 from kvstore.core.limits import MAX_BATCH, MAX_BLOCK_BYTES
 from kvstore.core.types import Entry
 from kvstore.master import blocks, journal, lookup, reports, tree
@@ -69,6 +70,20 @@ class Orders(NamedTuple):
     unlink: Sequence[bytes] = ()
 
 
+@dataclasses.dataclass(slots=True)
+class Lookups:
+    """Names looked up since the start: whether the cache is warm. Blocks cannot tell, a name that is not there has none."""
+
+    found: int = 0
+    not_found: int = 0
+    """No such name, or no live replica."""
+
+    def count(self, rows: Sequence[lookup.Row]) -> None:
+        """Rows that failed in another way (a path that is none, a base that is gone) tell nothing of the cache."""
+        self.not_found += sum(isinstance(row, NotFound) for row in rows)
+        self.found += sum(isinstance(row, Entry) for row in rows)
+
+
 class Answer(NamedTuple):
     """To a report. `gap`: not taken."""
 
@@ -87,13 +102,16 @@ class Master:
         self.nodes = Nodes(db, settings.dead_ticks, settings.max_block_bytes)
         self._upkeep = Upkeep(self.nodes, settings.tick_s, settings.forget_after_s)
         self._report_locks: dict[str, asyncio.Lock] = {}
+        self.lookups = Lookups()
 
     # ---- names
 
     def lookup(self, base: int, wanted: Sequence[str], node: str = "") -> list[lookup.Row]:
         """`node`: the caller's, whose replicas count even when it is not live."""
         _check_batch(len(wanted))
-        return lookup.lookup(self.db, self.nodes.seen_by(node), base, wanted)
+        rows = lookup.lookup(self.db, self.nodes.seen_by(node), base, wanted)
+        self.lookups.count(rows)
+        return rows
 
     async def publish(self, base: int, transactions: Sequence[Transaction]) -> list[list[Published] | KvError]:
         _check_batch(sum(len(t.names) for t in transactions))

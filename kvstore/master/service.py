@@ -80,7 +80,7 @@ class MasterService(master_pb2_grpc.MasterServicer):
         counters = self._master.counters()
         return m.StatfsReply(
             capacity_bytes=capacity, used_bytes=used, free_bytes=free, files=counters.files,
-            directories=counters.directories, max_block_bytes=self._master.settings.max_block_bytes,
+            directories=counters.directories - 1, max_block_bytes=self._master.settings.max_block_bytes,
         )  # fmt: skip
 
     @unary
@@ -88,8 +88,9 @@ class MasterService(master_pb2_grpc.MasterServicer):
         master, counters, now_s = self._master, self._master.counters(), self._runtime.monotonic_s()
         return m.ClusterMapReply(
             cluster=master.cluster_id, sequence=master.committer.durable_sequence, files=counters.files,
-            directories=counters.directories, version=__version__, max_block_bytes=master.settings.max_block_bytes,
+            directories=counters.directories - 1, version=__version__, max_block_bytes=master.settings.max_block_bytes,
             nodes=[convert.node(node, master.nodes.live(node), now_s) for node in master.nodes],
+            lookups_found=master.lookups.found, lookups_not_found=master.lookups.not_found,
         )  # fmt: skip
 
     @unary

@@ -650,6 +650,7 @@ class StatfsReply(_message.Message):
     free_bytes: _builtins.int
     files: _builtins.int
     directories: _builtins.int
+    """without the root"""
     max_block_bytes: _builtins.int
     def __init__(
         self,
@@ -745,12 +746,19 @@ class ClusterMapReply(_message.Message):
     DIRECTORIES_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     MAX_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    LOOKUPS_FOUND_FIELD_NUMBER: _builtins.int
+    LOOKUPS_NOT_FOUND_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     sequence: _builtins.int
     files: _builtins.int
     directories: _builtins.int
+    """without the root"""
     version: _builtins.str
     max_block_bytes: _builtins.int
+    lookups_found: _builtins.int
+    """names looked up since the master started, and found"""
+    lookups_not_found: _builtins.int
+    """... for which there was no such name, or no live replica"""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]: ...
     def __init__(
@@ -763,10 +771,12 @@ class ClusterMapReply(_message.Message):
         directories: _builtins.int = ...,
         version: _builtins.str = ...,
         max_block_bytes: _builtins.int = ...,
+        lookups_found: _builtins.int = ...,
+        lookups_not_found: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "directories", b"directories", "files", b"files", "max_block_bytes", b"max_block_bytes", "nodes", b"nodes", "sequence", b"sequence", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "directories", b"directories", "files", b"files", "lookups_found", b"lookups_found", "lookups_not_found", b"lookups_not_found", "max_block_bytes", b"max_block_bytes", "nodes", b"nodes", "sequence", b"sequence", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

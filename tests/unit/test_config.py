@@ -194,6 +194,42 @@ class TestLayers:
         assert config.mount.temp_patterns == ["*.part", "x/*"]
         assert config.node.mounts[0].path == "/a"
 
+    @pytest.mark.parametrize("name", ["CLIENT", "WORKER", "MOUNT"])
+    def test_the_scheme_of_a_store_may_be_left_out(self, name: str) -> None:
+        config = load(environ={f"KVSTORE_{name}__MASTER": "a:1,b:2"}).config
+        assert getattr(config, name.lower()).master == "kvstore://a:1,b:2"
+        config = load(environ={}, flags={f"{name.lower()}.master": "a:1/root"}).config
+        assert getattr(config, name.lower()).master == "kvstore://a:1/root"
+
+    @pytest.mark.parametrize(
+        ("text", "client", "mount", "origins"),
+        [
+            ('[worker]\nmaster="a:1"', "a:1", "a:1", ("worker.master", "worker.master")),
+            ('[mount]\nmaster="a:1"', "a:1", "a:1", ("mount.master", "file")),
+            ('[client]\nmaster="a:1"', "a:1", "a:1", ("file", "client.master")),
+            (
+                '[worker]\nmaster="a:1"\n[client]\nmaster="b:2"\n[mount]\nmaster="c:3"',
+                "b:2",
+                "c:3",
+                ("file", "file"),
+            ),
+            ('[mount]\nmaster="kvstore://a:1/models"', "a:1", "a:1/models", ("mount.master", "file")),
+        ],
+    )
+    def test_one_master_named_is_the_master_of_all(
+        self, tmp_path: Path, text: str, client: str, mount: str, origins: tuple[str, str]
+    ) -> None:
+        loaded = load(write(tmp_path, text), environ={})
+        assert loaded.config.client.master == f"kvstore://{client}"
+        assert loaded.config.mount.master == f"kvstore://{mount}"
+        assert origin(loaded, "client.master").startswith(origins[0])
+        assert origin(loaded, "mount.master").startswith(origins[1])
+
+    def test_a_flag_beats_the_fallback(self, tmp_path: Path) -> None:
+        path = write(tmp_path, '[worker]\nmaster="a:1"')
+        config = load(path, {"client.master": "b:2"}, environ={}).config
+        assert (config.client.master, config.worker.master) == ("kvstore://b:2", "kvstore://a:1")
+
     def test_names_that_kubernetes_injects_are_not_ours(self) -> None:
         environ = {"KVSTORE_MASTER_PORT": "tcp://10.0.0.1:7070", "KVSTORE_MASTER_SERVICE_HOST": "10.0.0.1"}
         assert load(environ=environ).config == Config()
@@ -261,7 +297,11 @@ class TestWrongValues:
             ('[worker]\nsocket_mode="rw"', "worker.socket_mode: 'rw' is not a file mode"),
             ('[worker]\nadvertise="h:1"', "worker.advertise: 'h:1' is not a host"),
             ('[worker]\nnode_id="a b"', "worker.node_id: 'a b' must be"),
-            ('[worker]\nmaster="127.0.0.1:7070"', "worker.master: '127.0.0.1:7070' is not a URL"),
+            ('[worker]\nmaster="http://a:1"', "worker.master: 'http://a:1' is not a URL"),
+            ('[worker]\nmaster=""', "worker.master: '' is not a URL"),
+            ('[worker]\nmaster="7070"', "worker.master: '7070' is not an address"),
+            ('[mount]\nmaster="a:0"', "mount.master"),
+            ("[client]\nmaster=1", "client.master: expected str, got int"),
             ('[client]\nmaster="kvstore://a:1,b"', "client.master: 'b' is not an address"),
             ('[client]\nmaster="kvstore://a:0"', "client.master: 'kvstore://a:0': port 0"),
             ('[mount]\npath="models"', "mount.path: 'models' must be an absolute path"),
