@@ -51,6 +51,8 @@ class PublishName(NamedTuple):
     mtime_ns: int = 0
     keep_attributes: bool = False
     """With an existing file: its mode, uid and gid stay."""
+    replace_equal: bool = False
+    """Replace even equal content, which else stays: whoever says so could not read what is there."""
 
 
 class Publication(NamedTuple):
@@ -193,6 +195,7 @@ def _publish_name(name: PublishName) -> m.PublishName:
         gid=name.gid,
         mtime_ns=name.mtime_ns,
         keep_attributes=name.keep_attributes,
+        replace_equal=name.replace_equal,
     )
     if name.address is not None:
         out.address.CopyFrom(entries.address_to_pb(name.address))

@@ -19,6 +19,7 @@ from kvstore.fuse.inodes import Cached, Numbers
 from kvstore.fuse.local import LocalFiles
 from kvstore.fuse.localfile import Key, LocalFile
 from kvstore.fuse.publishing import Publisher
+from kvstore.fuse.recent import Recently
 from kvstore.fuse.sealed import SealedFile, SealedFiles
 from kvstore.fuse.staging import StagingArea
 from kvstore.fuse.tree import Tree
@@ -27,6 +28,8 @@ from kvstore.runtime import Runtime
 log = logging.getLogger(__name__)
 
 _ACCESS: Final = os.O_ACCMODE
+OUTDATED_S: Final = 0.5
+"""The kernel's second try comes at once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +69,7 @@ class Files:
         self._tree, self._local, self._sealed, self._area, self._publisher = tree, local, sealed, area, publisher
         self._runtime, self._direct_io = runtime, direct_io
         self.handles: HandleTable[Handle] = HandleTable()
+        self._outdated = Recently(OUTDATED_S)
 
     async def create(
         self, key: Key, temporary: bool, mode: int, flags: int, uid: int, gid: int
@@ -95,7 +99,7 @@ class Files:
             cached = self._tree.cache.by_inode(inode)
             self._local.want(inode, cached.key if cached else None, self._runtime.monotonic_s())
             raise Stale("to be written: look it up again")
-        return self._hand_out(await self._open_sealed(await self._tree.by_inode(inode)))
+        return self._hand_out(await self._open_sealed(await self._entry_to_read(inode)))
 
     async def read(self, number: int, offset: int, size_bytes: int) -> bytes | memoryview:
         file = self.handles.get(number).file
@@ -269,7 +273,25 @@ class Files:
         try:
             return await self._sealed.open(fresh.entry)
         except MISSES as error:
+            if fresh.key is not None:  # what is stored under it next replaces it, even if it is equal
+                self._tree.unreadable.add(fresh.key, self._tree.now_s())
             raise NotFound(f"no replica can be read: {error.message}", reason=error.reason) from None
+
+    async def _entry_to_read(self, inode: int) -> Cached:
+        """Raises Stale for an outdated number: the kernel looks the name up again, once. A name that is outdated again
+        right after that is a miss (its caller would see ESTALE).
+        """
+        known = self._tree.cache.by_inode(inode)
+        try:
+            return await self._tree.by_inode(inode)
+        except Stale:
+            now_s = self._tree.now_s()
+            if known is None or known.key is None:
+                raise
+            if self._outdated.has(known.key, now_s):
+                raise NotFound("replaced faster than it can be opened", reason="stale") from None
+            self._outdated.add(known.key, now_s)
+            raise
 
     def _hand_out(self, file: SealedFile) -> Opened:
         handle = self.handles.add(Handle(file, file.entry.inode))

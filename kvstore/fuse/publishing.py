@@ -92,8 +92,10 @@ class Publisher:
             file.gid,
             file.mtime_ns if file.keep_mtime else 0,
             keep_attributes,
+            replace_equal=self._tree.unreadable.has(key, self._tree.now_s()),
         )
         entry, created = await self._tree.master.publish(directory, wanted, mode)
+        self._tree.unreadable.discard(key)
         if created and file.permissions == 0 and not keep_attributes:  # 0 stands for 0644 in a Publish
             entry = await self._tree.master.set_attr(directory, name, mode=0)
         self._tree.learn(entry, key)

@@ -12,10 +12,13 @@ from kvstore.core.errors import NotFound, Stale, Timeout, Unavailable
 from kvstore.core.types import Entry
 from kvstore.fuse.circuit import Master
 from kvstore.fuse.inodes import Cached, EntryCache, Key
+from kvstore.fuse.recent import Recently
 from kvstore.runtime import Runtime
 
 AWAY: Final = (Timeout, Unavailable)
 """How a master that does not answer shows itself."""
+UNREADABLE_S: Final = 60.0
+"""So long a name whose block could not be read is remembered: LMCache computes and stores it again meanwhile."""
 
 
 class Tree:
@@ -24,6 +27,7 @@ class Tree:
     def __init__(self, master: Master, cache: EntryCache, runtime: Runtime) -> None:
         self.master, self.cache, self._runtime = master, cache, runtime
         self._asking: dict[Key, list[Question]] = {}
+        self.unreadable = Recently(UNREADABLE_S)
 
     def left_s(self, cached: Cached) -> float:
         """How long the kernel may keep it."""

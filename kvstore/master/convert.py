@@ -41,7 +41,8 @@ def transactions(messages: Iterable[m.Transaction]) -> list[publish.Transaction]
 def _name(name: m.PublishName) -> publish.Name:
     address = entries.address_from_pb(name.address) if name.HasField("address") else None
     return publish.Name(
-        name.path, address, name.volume, name.mode, name.uid, name.gid, name.mtime_ns, name.keep_attributes
+        name.path, address, name.volume, name.mode, name.uid, name.gid, name.mtime_ns, name.keep_attributes,
+        name.replace_equal,
     )
 
 

@@ -136,6 +136,7 @@ class PublishName(_message.Message):
     GID_FIELD_NUMBER: _builtins.int
     MTIME_NS_FIELD_NUMBER: _builtins.int
     KEEP_ATTRIBUTES_FIELD_NUMBER: _builtins.int
+    REPLACE_EQUAL_FIELD_NUMBER: _builtins.int
     path: _builtins.str
     volume: _builtins.int
     """where the block lies (rule 10)"""
@@ -147,6 +148,8 @@ class PublishName(_message.Message):
     """0 = now"""
     keep_attributes: _builtins.bool
     """with an existing file: its mode, uid, gid stay"""
+    replace_equal: _builtins.bool
+    """even by equal content: the writer could not read what is there"""
     @_builtins.property
     def address(self) -> _common_pb2.Address:
         """absent: an empty file"""
@@ -162,10 +165,11 @@ class PublishName(_message.Message):
         gid: _builtins.int = ...,
         mtime_ns: _builtins.int = ...,
         keep_attributes: _builtins.bool = ...,
+        replace_equal: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "gid", b"gid", "keep_attributes", b"keep_attributes", "mode", b"mode", "mtime_ns", b"mtime_ns", "path", b"path", "uid", b"uid", "volume", b"volume"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "gid", b"gid", "keep_attributes", b"keep_attributes", "mode", b"mode", "mtime_ns", b"mtime_ns", "path", b"path", "replace_equal", b"replace_equal", "uid", b"uid", "volume", b"volume"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

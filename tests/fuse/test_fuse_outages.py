@@ -207,3 +207,38 @@ def test_a_handler_that_raises_is_an_errno_not_a_hang(tmp_path: Path) -> None:
         in_child(work)
         assert "internal error in read" in mount.process.log_tail()
         assert "injected" in mount.process.log_tail()
+
+
+def test_what_could_not_be_read_is_stored_again_even_if_it_is_equal(tmp_path: Path) -> None:
+    """A node dies, and the master has not noticed: LMCache misses, computes the chunk again and stores it."""
+    data = os.urandom(300_000)
+    with (
+        Cluster(tmp_path, workers=2, dead_ticks=10_000) as cluster,
+        mounted(cluster, tmp_path / "a", cluster.workers[0]) as a,
+        mounted(cluster, tmp_path / "b", cluster.workers[1]) as b,
+    ):
+        in_child(put_and_rename, a.path, data)
+        cluster.workers[0].kill()
+        assert in_child(error_of, (b / "chunk.data").read_bytes) == "ENOENT"
+        in_child(put_and_rename, b.path, data)
+        assert in_child((b / "chunk.data").read_bytes) == data
+
+
+def put_and_rename(directory: Path, data: bytes) -> None:
+    (directory / "chunk.tmp").write_bytes(data)
+    os.rename(directory / "chunk.tmp", directory / "chunk.data")
+
+
+def test_small_temporary_files_take_little_room(tmp_path: Path) -> None:
+    with (
+        Cluster(tmp_path, workers=1, capacity="32MiB") as cluster,
+        mounted(cluster, tmp_path / "m", cluster.workers[0]) as mount,
+    ):
+        in_child(put_and_rename, mount.path, os.urandom(20_000_000))
+
+        def leave_many() -> None:
+            for i in range(200):
+                (mount / f"t{i}.tmp").write_bytes(b"x" * 1000)
+
+        in_child(leave_many)
+        assert len(in_child((mount / "chunk.data").read_bytes)) == 20_000_000, "nothing was evicted for them"

@@ -137,6 +137,19 @@ async def test_equal_content_keeps_the_entry_and_drops_the_block() -> None:
         assert list((await w.beat()).unlink) == [address(2).block.pack()]
 
 
+async def test_equal_content_replaces_what_its_writer_could_not_read() -> None:
+    async with running() as w:
+        await w.join(1)
+        await w.join(2)
+        first = await w.put("f", address(1))
+        equal = address(2, boot=14, digest=address(1).hash)
+        again = await w.put("f", equal, 2, name={"replace_equal": True})
+        assert again.created
+        assert again.entry.inode != first.entry.inode
+        assert [r.volume for r in w.stat("f").replicas] == [2]
+        assert list((await w.beat(1)).unlink) == [address(1).block.pack()], "what nobody could read goes"
+
+
 async def test_equal_content_without_a_live_replica_is_published() -> None:
     async with running() as w:
         await w.join(1)
