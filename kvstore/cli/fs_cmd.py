@@ -195,7 +195,7 @@ def move(
     """Move a file or a directory."""
     with open_store(master, config, "") as client:
         target = _into(client, to, split(path)[-1] if split(path) else "")
-        with named(target, fs_rows.MOVE_WORDS):
+        with named(target, fs_rows.MOVE_WORDS, source=path):
             client.rename(path, target, no_replace=no_replace)
     if as_json:
         print_json({"from": path, "to": target})

@@ -56,12 +56,15 @@ MOVE_WORDS: Final[Mapping[str, str]] = {
 
 
 @contextmanager
-def named(path: str, words: Mapping[str, str] = WORDS) -> Iterator[None]:
-    """What fails for a name says for which, in one wording: its path from the root of the store, then the reason."""
+def named(path: str, words: Mapping[str, str] = WORDS, source: str = "") -> Iterator[None]:
+    """What fails for a name says for which, in one wording: its path from the root of the store, then the reason.
+
+    `source`: another path that the error may speak of; then it names it already.
+    """
     try:
         yield
     except (NotFound, AlreadyExists, NotEmpty, IsDirectory, NotDirectory, Corrupt) as error:
-        if error.message.startswith("/") and ": " in error.message:
+        if error.message.startswith((f"{path}: ", f"{source}: ")):
             raise
         text = words.get(error.reason, error.message)
         raise type(error)(f"{path}: {text}", reason=error.reason, fault=error.fault) from None

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from kvstore.cli.app import ConfigOption, new_app
+from kvstore.cli.store import reaching
+from kvstore.client import url
 from kvstore.config import load
 from kvstore.core.errors import Unsupported
 from kvstore.obs import logging as obs_logging
@@ -60,7 +62,8 @@ def run(
         from kvstore.fuse import main as mount
     except ImportError as error:
         raise Unsupported(f"mounting needs pyfuse3: pip install 'kvstore[fuse]' ({error})") from None
-    mount.main(loaded, announce)
+    with reaching(url.parse(loaded.mount.master).endpoints, "mount.master"):
+        mount.main(loaded, announce)
 
 
 def announce(line: str) -> None:

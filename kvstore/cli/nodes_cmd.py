@@ -7,7 +7,7 @@ from typing import Any
 from kvstore.cli.app import ConfigOption, new_app
 from kvstore.cli.output import Column, JsonOption, number_column, print_note, print_rows, size_column
 from kvstore.cli.store import MasterOption, open_store
-from kvstore.client.messages import Node
+from kvstore.client.messages import ClusterMap, Node
 
 app = new_app()
 
@@ -16,7 +16,7 @@ READS = [
     number_column("fetches", "PEERS"),
     number_column("misses", "MISSED"),
 ]
-READS_NOTE = "LOCAL, PEERS, MISSED: reads of blocks since the start of each worker (here, from another node, nowhere)."
+READS_NOTE = "LOCAL, from PEERS, MISSED: reads of blocks since the start of each worker."
 COLUMNS = [
     Column("node", "NODE"),
     Column("state", "STATE"),
@@ -27,7 +27,7 @@ COLUMNS = [
     number_column("blocks", "BLOCKS"),
     *READS,
 ]
-"""What fits into 80 characters; the rest is in JSON."""
+"""What an operator looks for first; the rest is in JSON."""
 
 
 @app.callback()
@@ -39,9 +39,13 @@ def nodes() -> None:
 def list_nodes(master: MasterOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """All workers that the master knows, live or not, and how their reads went."""
     with open_store(master, config, "") as client:
-        print_rows([row(node) for node in client.cluster_map().nodes], COLUMNS, as_json)
+        print_rows(map(row, in_order(client.cluster_map())), COLUMNS, as_json)
     if not as_json:
         print_note(READS_NOTE)
+
+
+def in_order(cluster: ClusterMap) -> list[Node]:
+    return sorted(cluster.nodes, key=lambda node: node.id)
 
 
 def row(node: Node) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 ``with_json`` comes from `JsonOption`. Rows go out as JSON lines, as they come; a single thing as one JSON object. JSON
 keeps raw numbers (bytes, seconds); only the tables round and add units.
 
-Tables are laid out here, not by `rich.table`: that cuts cells at the width of the terminal, and a name that is cut cannot
-be copied. A line that is too long wraps.
+Tables are laid out here, not by `rich.table`: that cuts cells at the width of the terminal, and a name that is cut
+cannot be copied. A line that is too long wraps.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ def print_object(fields: Mapping[str, object], columns: Sequence[Column], with_j
         return
     width = max(cell_len(column.title) for column in columns)
     for column in columns:
-        title = Text(_padded(column.title, width, "left"), style="bold")
-        _print(Text.assemble(title, "  ", _cell(column, fields.get(column.key))))
+        value = _cell(column, fields.get(column.key))
+        title = _padded(column.title, width, "left") if value else column.title
+        _print(Text.assemble((title, "bold"), f"  {value}" if value else ""))
 
 
 def print_note(text: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvstore.cli.app import ConfigOption, new_app
-from kvstore.cli.nodes_cmd import READS, READS_NOTE, reads, state
+from kvstore.cli.nodes_cmd import READS, READS_NOTE, in_order, reads, state
 from kvstore.cli.output import Column, JsonOption, number_column, print_note, print_object, print_rows, size_column
 from kvstore.cli.store import MasterOption, open_store
 from kvstore.client.messages import ClusterMap, Counters
@@ -16,7 +16,7 @@ app = new_app()
 
 def _lookups(lookups: Mapping[str, int]) -> str:
     found, not_found = lookups["found"], lookups["not_found"]
-    ratio = f" ({found / (found + not_found):.1%})" if found + not_found else ""
+    ratio = f" ({100 * found / (found + not_found):.1f} %)" if found + not_found else ""
     return f"{found:,} found, {not_found:,} not found{ratio}"
 
 
@@ -38,7 +38,7 @@ COLUMNS = [
     number_column("corruptions", "Corrupt blocks"),
 ]
 NODE_COLUMNS = [Column("node", "NODE"), Column("state", "STATE"), *READS]
-NOTE = f"Look-ups: names asked for since the start of the master. {READS_NOTE}"
+LOOKUPS_NOTE = "Look-ups: names asked for since the start of the master."
 
 
 @app.command()
@@ -53,7 +53,8 @@ def report(master: MasterOption = None, config: ConfigOption = None, as_json: Js
     if not as_json:
         print_note("")
         print_rows(found["reads"], NODE_COLUMNS, with_json=False)
-        print_note(NOTE)
+        print_note(READS_NOTE)
+        print_note(LOOKUPS_NOTE)
 
 
 def summary(cluster: ClusterMap) -> dict[str, Any]:
@@ -79,6 +80,6 @@ def summary(cluster: ClusterMap) -> dict[str, Any]:
         "lookups": {"found": cluster.lookups_found, "not_found": cluster.lookups_not_found},
         "hit_ratio": cluster.lookups_found / asked if asked else None,
         "local_ratio": counters.hits / wanted if counters and wanted else None,
-        "reads": [{"node": node.id, "state": state(node), **reads(node)} for node in cluster.nodes],
+        "reads": [{"node": node.id, "state": state(node), **reads(node)} for node in in_order(cluster)],
         **(counters._asdict() if counters else {}),
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated
 
@@ -28,20 +28,24 @@ SocketOption = Annotated[
 
 @contextmanager
 def open_store(master: str | None, config: str | None, worker_socket: str | None = None) -> Iterator[Client]:
-    """A client of the store that flags and configuration name, for the time of the command.
-
-    When it is the master that cannot be reached, the error says where another one would be named.
-    """
+    """A client of the store that flags and configuration name, for the time of the command."""
     loaded = load(config, {"client.master": master}).config.client
-    with Client(
+    store = Client(
         loaded.master,
         worker_socket=worker_socket,
         timeout_s=loaded.timeout_s,
         metadata_ttl_s=loaded.metadata_ttl_s,
-    ) as client:
-        try:
-            yield client
-        except (Unavailable, Timeout) as error:
-            if error.fault not in client.target.endpoints:
-                raise
-            raise type(error)(f"{error.message} (set --master or client.master)", fault=error.fault) from None
+    )
+    with store as client, reaching(client.target.endpoints, "client.master"):
+        yield client
+
+
+@contextmanager
+def reaching(endpoints: Sequence[str], key: str) -> Iterator[None]:
+    """When it is the master that cannot be reached, the error says where another one would be named."""
+    try:
+        yield
+    except (Unavailable, Timeout) as error:
+        if error.fault not in endpoints:
+            raise
+        raise type(error)(f"{error.message} (set --master or {key})", fault=error.fault) from None

@@ -9,11 +9,11 @@ from contextlib import aclosing
 from types import TracebackType
 from typing import Self
 
-from kvstore.client import files, url
+from kvstore.client import arguments, files, url
 from kvstore.client.blocks import AsyncBlocks
 from kvstore.client.cache import MetadataCache
 from kvstore.client.cluster import AsyncCluster
-from kvstore.client.deadline import Deadline
+from kvstore.client.deadline import Deadline, seconds
 from kvstore.client.files import Buffer, Progress, no_progress
 from kvstore.client.flow import AsyncFlow
 from kvstore.client.jobs import (
@@ -28,11 +28,13 @@ from kvstore.client.jobs import (
     Values,
     as_miss,
     is_race,
+    of_block,
     or_raise,
     readable,
     told,
     whole,
 )
+from kvstore.client.lost import LostNames
 from kvstore.client.messages import ClusterMap, RemoveKind, RemoveName, RenameName, Statfs
 from kvstore.client.meta import AsyncMeta
 from kvstore.client.sockets import SealedBlock
@@ -64,10 +66,11 @@ class AsyncClient:
         staging_dir: str | None = None,
         runtime: Runtime | None = None,
     ) -> None:
-        self.timeout_s = timeout_s
+        self.timeout_s = seconds(timeout_s)
         socket_path = url.worker_socket(worker_socket)
         self._parts = AsyncParts(url.parse(store_url), socket_path, staging_dir, runtime)
-        self._cache = MetadataCache(metadata_ttl_s)
+        self._cache = MetadataCache(seconds(metadata_ttl_s, "metadata_ttl_s"))
+        self._lost = LostNames()
         self._flow = AsyncFlow(self._parts, self._cache)
 
     def __repr__(self) -> str:
@@ -137,11 +140,12 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> Puts:
         """Many puts, published in one call. Per item its `Put`, or its error, which does not hold up the others."""
-        pairs = list(items.items() if isinstance(items, Mapping) else items)
+        pairs = arguments.items(items)
         names = [self.target.path(path) for path, _ in pairs]
         views = [files.view_of(data) for _, data in pairs]
         deadline = self._deadline(timeout_s, store_timeout_s(sum(map(len, views))))
-        job, bound = PutJob(names, [len(v) for v in views], if_absent), asyncio.Semaphore(MAX_STORES)
+        job = PutJob(names, [len(v) for v in views], self._lost, if_absent=if_absent)
+        bound = asyncio.Semaphore(MAX_STORES)
 
         async def store(index: int) -> SealedBlock:
             async with bound:
@@ -157,20 +161,21 @@ class AsyncClient:
 
     async def get_into(self, path: str, buffer: Buffer, *, timeout_s: float | None = None) -> int:
         """Read into a writable buffer that is large enough; the number of bytes. After an error it holds anything."""
-        job = await self._get([path], [buffer], timeout_s)
+        job = await self._get([path], arguments.buffers([buffer], 1), timeout_s)
         whole(job.results[0])
         return job.length(0)
 
     async def get_many(self, paths: Sequence[str], *, timeout_s: float | None = None) -> Values:
         """Per path its bytes, or None for a miss, whatever its cause."""
-        return (await self._get(paths, None, timeout_s)).values()
+        return (await self._get(arguments.paths(paths), None, timeout_s)).values()
 
     async def get_many_into(
         self, paths: Sequence[str], buffers: Sequence[Buffer], *, timeout_s: float | None = None
     ) -> Sizes:
         """Per path the number of bytes read into its buffer, or None for a miss."""
-        files.check_same_length(paths, buffers)
-        return (await self._get(paths, buffers, timeout_s)).sizes()
+        paths = arguments.paths(paths)
+        views = arguments.buffers(buffers, len(paths))
+        return (await self._get(paths, views, timeout_s)).sizes()
 
     # ---- names ----
 
@@ -179,31 +184,34 @@ class AsyncClient:
 
     async def exists_many(self, paths: Sequence[str], *, timeout_s: float | None = None) -> Flags:
         """Whether each path is there, as of at most `metadata_ttl_s` ago; False when nobody can tell."""
-        job = GetJob([self.target.path(p) for p in paths], self._cache)
+        job = GetJob([self.target.path(p) for p in arguments.paths(paths)], self._cache, self._lost)
         await self._flow.look_up(job, self._deadline(timeout_s))
         return job.found()
 
     async def stat(self, path: str = "", *, timeout_s: float | None = None) -> Entry:
         """What a path names, as of now (not from the cache). Raises NotFound, NotDirectory."""
-        deadline = self._deadline(timeout_s)
+        name, deadline = self.target.path(path), self._deadline(timeout_s)
         await self._parts.start(deadline)
-        (row,) = await self.meta.lookup([self.target.path(path)], timeout_s=deadline.left_s)
+        (row,) = await self.meta.lookup([name], timeout_s=deadline.left_s)
+        self._lost.looked_up([name], [row])
         return or_raise(told(row, path))
 
     async def list(
         self, path: str = "", *, after: str = "", limit: int = 0, timeout_s: float | None = None
     ) -> AsyncGenerator[tuple[str, Entry], None]:
         """Names in a directory in order, each with its entry; `timeout_s` is how long nothing may come."""
-        deadline = self._deadline(timeout_s)
+        name, deadline = self.target.path(path), self._deadline(timeout_s)
+        arguments.text(after, "after")
+        arguments.integer(limit, "limit")
         await self._parts.start(deadline)
-        rows = self.meta.list(self.target.path(path), after=after, limit=limit, timeout_s=deadline.timeout_s)
+        rows = self.meta.list(name, after=after, limit=limit, timeout_s=deadline.timeout_s)
         async with aclosing(rows):
             async for row in rows:
                 yield row
 
     async def remove(self, path: str, *, kind: RemoveKind = RemoveKind.ANY, timeout_s: float | None = None) -> None:
         """Remove a file or an empty directory. Raises NotFound, NotEmpty, and by `kind` IsDirectory, NotDirectory."""
-        name, deadline = self.target.path(path), self._deadline(timeout_s)
+        name, deadline, kind = self.target.path(path), self._deadline(timeout_s), arguments.kind(kind)
 
         async def remove(inode: int) -> KvError | None:
             return (await self.meta.remove([RemoveName(name, kind, inode)], timeout_s=deadline.left_s))[0]
@@ -225,6 +233,7 @@ class AsyncClient:
     ) -> Entry:
         """Make a directory. With `parents` missing ones above it too, and an existing one is fine."""
         name, deadline = self.target.path(path), self._deadline(timeout_s)
+        arguments.integer(mode, "mode", 0o7777)
         await self._parts.start(deadline)
         try:
             (row,) = await self.meta.mkdir([name], parents=parents, mode=mode, timeout_s=deadline.left_s)
@@ -234,9 +243,9 @@ class AsyncClient:
 
     async def statfs(self, path: str = "", *, timeout_s: float | None = None) -> Statfs:
         """Capacity of the cluster; files and directories of the whole store."""
-        deadline = self._deadline(timeout_s)
+        name, deadline = self.target.path(path), self._deadline(timeout_s)
         await self._parts.start(deadline)
-        return await self.meta.statfs(self.target.path(path), timeout_s=deadline.left_s)
+        return await self.meta.statfs(name, timeout_s=deadline.left_s)
 
     async def cluster_map(self, *, timeout_s: float | None = None) -> ClusterMap:
         """Nodes, volumes and counters as of now."""
@@ -256,9 +265,9 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> Put:
         """Store a local file, a piece at a time. Raises OSError for what is wrong with the local file."""
-        name, size = self.target.path(path), files.regular_size(source)
+        name, size = self.target.path(path), files.regular_size(arguments.local_path(source, "source"))
         deadline = self._deadline(timeout_s, store_timeout_s(size))
-        job = PutJob([name], [size], if_absent)
+        job = PutJob([name], [size], self._lost, if_absent=if_absent)
 
         async def store(_: int) -> SealedBlock:
             return await self._flow.store_file(source, size, progress, deadline)
@@ -275,13 +284,14 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> int:
         """Write a value to a local file, there as a whole or not at all; its size. Raises like `get`, and OSError."""
-        deadline = self._deadline(timeout_s)
+        deadline, target = self._deadline(timeout_s), arguments.local_path(target, "target")
         entry = readable(await self.stat(path, timeout_s=deadline.left_s), path)
         deadline.allow(fetch_timeout_s(entry.length_bytes))
         try:
             fd = await self.blocks.open(entry, timeout_s=deadline.left_s)
         except KvError as error:
-            raise as_miss(error) from None
+            self._lost.failed(self.target.path(path), error)
+            raise as_miss(of_block(error)) from None
         await self._flow.load_file(fd, target, entry.length_bytes, progress, deadline)
         return entry.length_bytes
 
@@ -290,8 +300,8 @@ class AsyncClient:
     def _deadline(self, timeout_s: float | None, extra_s: float = 0.0) -> Deadline:
         return Deadline.of(timeout_s, self.timeout_s + extra_s)
 
-    async def _get(self, paths: Sequence[str], buffers: Sequence[Buffer] | None, timeout_s: float | None) -> GetJob:
-        job = GetJob([self.target.path(p) for p in paths], self._cache, buffers)
+    async def _get(self, paths: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float | None) -> GetJob:
+        job = GetJob([self.target.path(p) for p in paths], self._cache, self._lost, views)
         await self._flow.get(job, self._deadline(timeout_s))
         return job
 

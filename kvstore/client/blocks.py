@@ -14,17 +14,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
 from kvstore.client import files, sockets
-from kvstore.client.breaker import Breakers, blames
+from kvstore.client.breaker import Breakers
 from kvstore.client.deadline import Deadline
+from kvstore.client.elsewhere import LocalWrites, is_no_local_worker
 from kvstore.client.local import AsyncLocalWorker
 from kvstore.client.remote import AsyncRemote
 from kvstore.client.sockets import SealedBlock
 from kvstore.client.staging import Loaded, Staging, Wish, block_of, empty_fd
-from kvstore.core.errors import Denied, InvalidRequest, KvError
+from kvstore.core.errors import InvalidRequest, KvError, Timeout
 from kvstore.core.hashing import hash_block
 from kvstore.core.limits import MAX_FDS_PER_MESSAGE, METADATA_TIMEOUT_S, fetch_timeout_s, store_timeout_s
 from kvstore.core.types import Entry
@@ -224,7 +226,7 @@ class AsyncRemoteBlocks:
             return empty_fd()
         deadline = Deadline.of(timeout_s, fetch_timeout_s(entry.length_bytes))
         view = memoryview(bytearray(entry.length_bytes))
-        async with self._streams:
+        async with self._stream(deadline):
             await self._remote.load(entry.address, entry.replicas, view, timeout_s=deadline.left_s)
         made = asyncio.ensure_future(self._runtime.in_thread(files.scratch_of, self._directory, view))
         try:
@@ -239,7 +241,7 @@ class AsyncRemoteBlocks:
     async def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock:
         deadline = Deadline.of(timeout_s, store_timeout_s(len(view)))
         digest = await self._hash(view)
-        async with self._streams:
+        async with self._stream(deadline):
             return await self._remote.store(len(view), digest, lambda: files.frames_of(view), timeout_s=deadline.left_s)
 
     async def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
@@ -250,11 +252,24 @@ class AsyncRemoteBlocks:
         address, view = block_of(wish.entry), wish.view
         target = memoryview(bytearray(address.length_bytes)) if view is None else view
         try:
-            async with self._streams:
+            async with self._stream(deadline):
                 await self._remote.load(address, wish.entry.replicas, target, timeout_s=deadline.left_s)
         except KvError as error:
             return error
         return bytes(target) if view is None else b""
+
+    @asynccontextmanager
+    async def _stream(self, deadline: Deadline) -> AsyncIterator[None]:
+        """One of the streams, waited for no longer than the caller's time: who has them may have more of it."""
+        try:
+            async with asyncio.timeout(deadline.left_s):
+                await self._streams.acquire()
+        except TimeoutError:
+            raise Timeout(f"no free stream to a worker within {deadline.timeout_s:g} s") from None
+        try:
+            yield
+        finally:
+            self._streams.release()
 
     async def _send(
         self, staging: Staging, size_bytes: int, digest: int | None, mtime_ns: int | None, timeout_s: float | None
@@ -264,7 +279,7 @@ class AsyncRemoteBlocks:
         if digest is None or os.fstat(fd).st_mtime_ns != mtime_ns:
             digest = await self._runtime.in_thread(files.hash_fd, fd, size_bytes)
         sum_, frames = digest, lambda: files.frames_of_fd(fd, size_bytes)
-        async with self._streams:
+        async with self._stream(deadline):
             return await self._remote.store(size_bytes, sum_, frames, timeout_s=deadline.left_s)
 
     async def _hash(self, view: memoryview) -> int:
@@ -272,10 +287,13 @@ class AsyncRemoteBlocks:
 
 
 class AsyncEitherBlocks:
-    """The local worker while it answers, else remote ones. Staging is sealed where it was made."""
+    """The local worker while it answers, and for new blocks while its disk works, else remote ones. Staging is sealed
+    where it was made.
+    """
 
     def __init__(self, local: AsyncLocalBlocks, remote: AsyncRemoteBlocks, path: str, breakers: Breakers) -> None:
         self._local, self._remote, self._path, self._breakers = local, remote, path, breakers
+        self._writes = LocalWrites(path)
 
     @property
     def node(self) -> str:
@@ -283,7 +301,7 @@ class AsyncEitherBlocks:
 
     async def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
         left = Deadline.of(timeout_s, store_timeout_s(0))
-        return await self._first(lambda b: b.stage(size_hint, timeout_s=left.left_s), left)
+        return await self._write(lambda b: b.stage(size_hint, timeout_s=left.left_s), left)
 
     async def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
         await self._owner(staging).reserve(staging, size_bytes, timeout_s=timeout_s)
@@ -298,7 +316,8 @@ class AsyncEitherBlocks:
         timeout_s: float | None = None,
     ) -> SealedBlock:
         owner = self._owner(staging)
-        return await owner.seal(staging, size_bytes, hash=hash, mtime_ns=mtime_ns, timeout_s=timeout_s)
+        with self._writes.watched(owner is self._local):
+            return await owner.seal(staging, size_bytes, hash=hash, mtime_ns=mtime_ns, timeout_s=timeout_s)
 
     async def seal_copy(self, staging: Staging, *, timeout_s: float | None = None) -> SealedBlock:
         return await self._owner(staging).seal_copy(staging, timeout_s=timeout_s)
@@ -316,7 +335,7 @@ class AsyncEitherBlocks:
 
     async def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock:
         left = Deadline.of(timeout_s, store_timeout_s(len(view)))
-        return await self._first(lambda b: b.store(view, timeout_s=left.left_s), left)
+        return await self._write(lambda b: b.store(view, timeout_s=left.left_s), left)
 
     async def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
         left = Deadline.of(timeout_s, fetch_timeout_s(sum(w.entry.length_bytes for w in wishes)))
@@ -328,6 +347,17 @@ class AsyncEitherBlocks:
                 return await use(self._local)
         except KvError as error:
             if not is_no_local_worker(error, self._path):
+                raise
+        return await use(self._remote)
+
+    async def _write(self, use: Callable[[AsyncBlocks], Awaitable[T]], deadline: Deadline) -> T:
+        if not self._writes.work:
+            return await use(self._remote)
+        try:
+            with self._breakers.call(self._path, deadline.timeout_s), self._writes.watched():
+                return await use(self._local)
+        except KvError as error:
+            if not is_no_local_worker(error, self._path) and not self._writes.is_trouble(error):
                 raise
         return await use(self._remote)
 
@@ -348,11 +378,6 @@ async def abandon(blocks: AsyncBlocks, staging: Staging) -> None:
         await blocks.abort(staging, timeout_s=ABANDON_TIMEOUT_S)
     except KvError as error:
         log.debug("staging was left behind: %s", error)
-
-
-def is_no_local_worker(error: KvError, path: str) -> bool:
-    """Whether a remote worker should be used instead: the local one does not answer, or belongs to another cluster."""
-    return blames(error, path) or isinstance(error, Denied)
 
 
 def in_parts(wishes: Sequence[Wish]) -> Iterator[Sequence[Wish]]:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from kvstore.client.breaker import Breakers
+from kvstore.client.deadline import Deadline
+from kvstore.client.flight import AsyncFlight, Flight
 from kvstore.client.messages import ClusterMap
 from kvstore.client.meta import AsyncMeta, Meta
 from kvstore.core.errors import KvError, Unavailable
@@ -26,6 +28,10 @@ log = logging.getLogger(__name__)
 
 MAP_TTL_S = 5.0
 """Free bytes need no better: two choices forgive old ones, and a worker that is full answers NoSpace."""
+OLDER_TTL_S = 1.0
+"""How long the map from before is used without asking, after the master did not answer."""
+RENEW_TIMEOUT_S = 1.0
+"""Spent on a new map when there is the one from before, and never more than half of the caller's time."""
 MAX_TRIES = 3
 """Workers tried for one put."""
 
@@ -71,10 +77,15 @@ class _Cached:
         self.map, self._until_s = cluster, time.monotonic() + MAP_TTL_S
         return cluster
 
+    def patience_s(self, timeout_s: float) -> float:
+        """How long a caller waits for a map. One that has to have it, as long as it can."""
+        return timeout_s if self.map is None else min(timeout_s / 2, RENEW_TIMEOUT_S)
+
     def or_older(self, error: KvError) -> ClusterMap:
         """The map from before, while the master does not answer. Raises the error when there is none."""
         if self.map is None:
             raise error
+        self._until_s = max(self._until_s, time.monotonic() + OLDER_TTL_S)
         log.debug("the cluster map cannot be renewed, the one from before is used: %s", error)
         return self.map
 
@@ -86,7 +97,7 @@ class AsyncCluster:
         self.breakers = Breakers()
         self._meta, self._caller = meta, caller
         self._cached = _Cached()
-        self._asking = asyncio.Lock()
+        self._asking: AsyncFlight[ClusterMap] = AsyncFlight()
         self._links: dict[str, AsyncLink] = {}
 
     @property
@@ -100,15 +111,10 @@ class AsyncCluster:
         """
         if cluster := self._cached.fresh():
             return cluster
-        async with self._asking:
-            if cluster := self._cached.fresh():
-                return cluster
-            try:
-                cluster = self._cached.take(await self._meta.cluster_map(timeout_s=timeout_s))
-            except KvError as error:
-                return self._cached.or_older(error)
-            await self._prune({n.endpoint for n in cluster.nodes})
-            return cluster
+        try:
+            return await self._asking.run(self._renew, self._cached.patience_s(timeout_s))
+        except KvError as error:
+            return self._cached.or_older(error)
 
     def introduce(self, caller: Caller) -> None:
         """What new links say of their caller."""
@@ -129,6 +135,13 @@ class AsyncCluster:
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close() for link in links))
 
+    async def _renew(self, deadline: Deadline) -> ClusterMap:
+        if cluster := self._cached.fresh():  # brought while this caller came
+            return cluster
+        cluster = self._cached.take(await self._meta.cluster_map(timeout_s=deadline.left_s))
+        await self._prune({n.endpoint for n in cluster.nodes})
+        return cluster
+
     async def _prune(self, endpoints: set[str]) -> None:
         self.breakers.keep(endpoints)
         for endpoint in self._links.keys() - endpoints:
@@ -142,7 +155,8 @@ class Cluster:
         self.breakers = Breakers()
         self._meta, self._caller = meta, caller
         self._cached = _Cached()
-        self._asking, self._lock = threading.Lock(), threading.Lock()
+        self._asking: Flight[ClusterMap] = Flight()
+        self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
 
     @property
@@ -153,15 +167,10 @@ class Cluster:
     def map(self, *, timeout_s: float = CONNECT_TIMEOUT_S) -> ClusterMap:
         if cluster := self._cached.fresh():
             return cluster
-        with self._asking:
-            if cluster := self._cached.fresh():
-                return cluster
-            try:
-                cluster = self._cached.take(self._meta.cluster_map(timeout_s=timeout_s))
-            except KvError as error:
-                return self._cached.or_older(error)
-            self._prune({n.endpoint for n in cluster.nodes})
-            return cluster
+        try:
+            return self._asking.run(self._renew, self._cached.patience_s(timeout_s))
+        except KvError as error:
+            return self._cached.or_older(error)
 
     def introduce(self, caller: Caller) -> None:
         self._caller = caller
@@ -181,6 +190,13 @@ class Cluster:
             links, self._links = list(self._links.values()), {}
         for link in links:
             link.close()
+
+    def _renew(self, deadline: Deadline) -> ClusterMap:
+        if cluster := self._cached.fresh():
+            return cluster
+        cluster = self._cached.take(self._meta.cluster_map(timeout_s=deadline.left_s))
+        self._prune({n.endpoint for n in cluster.nodes})
+        return cluster
 
     def _prune(self, endpoints: set[str]) -> None:
         self.breakers.keep(endpoints)

@@ -5,18 +5,33 @@ from __future__ import annotations
 import time
 from typing import Self
 
-from kvstore.core.errors import Timeout
+from kvstore.core.errors import InvalidRequest, Timeout
+from kvstore.core.limits import MAX_TIMEOUT_S
 
 MIN_STEP_S = 0.001
 """The smallest timeout that is passed on: zero means "no wait at all" to some of the callees."""
 
 
+def seconds(given: float, what: str = "timeout_s") -> float:
+    """A span of time as a caller gives it: 0 and more; what is longer than `MAX_TIMEOUT_S` (infinity, too) is cut to
+    that, since sockets and gRPC do not take it. Raises InvalidRequest for a negative one, NaN, and what is no number.
+    """
+    try:
+        if given >= 0:  # False for NaN
+            return float(min(given, MAX_TIMEOUT_S))
+    except (TypeError, ValueError):
+        raise InvalidRequest(f"{what} must be a number of seconds, not {type(given).__name__}") from None
+    raise InvalidRequest(f"{what} must be 0 or more seconds, not {given}")
+
+
 class Deadline:
-    """A point in time. `left_s` is what a step inside the call may take."""
+    """A point in time. `left_s` is what a step inside the call may take. See `seconds` for what is a timeout; one of 0
+    has passed already.
+    """
 
     def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        self._end = time.monotonic() + timeout_s
+        self.timeout_s = seconds(timeout_s)
+        self._end = time.monotonic() + self.timeout_s
         self._fixed = False
 
     @classmethod
@@ -36,7 +51,11 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        return time.monotonic() >= self._end
+        return not self.has_more_than(0)
+
+    def has_more_than(self, span_s: float) -> bool:
+        """Whether that much is left, for what only makes sense with time enough."""
+        return self._end - time.monotonic() > span_s
 
     def at_most(self, timeout_s: float) -> float:
         """What is left, but no more than `timeout_s`: a step with a limit of its own."""

@@ -7,7 +7,7 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvstore.core.errors import Corrupt, InvalidRequest, KvError, NoSpace, Overloaded, TooLarge, Unavailable
@@ -190,11 +190,6 @@ def load_and_close(fd: int, length_bytes: int, view: memoryview | None) -> bytes
     finally:
         os.close(fd)
     return b""
-
-
-def check_same_length(paths: Sequence[str], buffers: Sequence[Buffer]) -> None:
-    if len(paths) != len(buffers):
-        raise InvalidRequest(f"{len(paths)} paths for {len(buffers)} buffers; give one buffer a path")
 
 
 def no_progress(count: int) -> None:

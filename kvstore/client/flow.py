@@ -187,7 +187,7 @@ class Flow:
         try:
             if job.if_absent:
                 job.looked_up(self._parts.meta.lookup(job.pending(), timeout_s=deadline.left_s))
-            job.stored(self._parts.threads.map(outcome, job.to_store()))
+            job.stored(self._parts.threads.map(outcome, job.to_store(), deadline))
             if publications := job.publications():
                 job.published(self._parts.meta.publish(publications, timeout_s=deadline.left_s))
         except KvError as error:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 from kvstore.client import files
 from kvstore.client.cache import MetadataCache, Token
 from kvstore.client.deadline import Deadline
-from kvstore.client.files import Buffer
+from kvstore.client.lost import LostNames
 from kvstore.client.messages import Publication, PublishMode, PublishName, PublishResult
 from kvstore.client.sockets import SealedBlock
 from kvstore.client.staging import Loaded, Wish
@@ -67,6 +67,13 @@ def told(row: T, name: str, words: Mapping[str, str] = WORDS) -> T | KvError:
     return type(row)(f"{name or '/'}: {words.get(row.reason, row.reason)}", reason=row.reason, fault=row.fault)
 
 
+def of_block(error: KvError) -> KvError:
+    """The error of a block whose name is there: nobody has it then, whatever its worker's NotFound says of names."""
+    if not isinstance(error, NotFound) or error.reason != NotFound.reason:
+        return error
+    return NotFound(error.message, reason="no_replica", fault=error.fault)
+
+
 def as_miss(error: KvError) -> KvError:
     """What a reader gets: `NotFound` with the reason, whatever kept the bytes away."""
     if isinstance(error, NotFound) or not isinstance(error, (*MISSES, Overloaded)):
@@ -79,8 +86,14 @@ class GetJob:
     error.
     """
 
-    def __init__(self, names: Sequence[str], cache: MetadataCache, buffers: Sequence[Buffer] | None = None) -> None:
-        self._names, self._cache, self._buffers = names, cache, buffers
+    def __init__(
+        self,
+        names: Sequence[str],
+        cache: MetadataCache,
+        lost: LostNames,
+        buffers: Sequence[memoryview] | None = None,
+    ) -> None:
+        self._names, self._cache, self._lost, self._buffers = names, cache, lost, buffers
         self.rows: list[Entry | KvError | None] = [cache.get(n) for n in names]
         self.results: list[Loaded | None] = [None] * len(names)
         self._failed: dict[int, tuple[Entry, KvError]] = {}
@@ -91,6 +104,7 @@ class GetJob:
         return [self._names[i] for i in self._open_rows()]
 
     def looked_up(self, token: Token, rows: Sequence[Entry | KvError]) -> None:
+        self._lost.looked_up(self.unknown(), rows)
         for i, row in zip(self._open_rows(), rows, strict=True):
             self.rows[i] = row
             if isinstance(row, Entry):
@@ -109,6 +123,7 @@ class GetJob:
     def loaded(self, results: Sequence[Loaded]) -> None:
         for i, result in zip(self._open_results(), results, strict=True):
             row = self.rows[i]
+            result = self._told_of_block(i, result)
             if isinstance(result, MISSES) and isinstance(row, Entry) and i not in self._failed:
                 self._failed[i] = (row, result)
                 self._cache.drop(self._names[i])
@@ -141,6 +156,14 @@ class GetJob:
         row = self.rows[index]
         return row.length_bytes if isinstance(row, Entry) else 0
 
+    def _told_of_block(self, index: int, result: Loaded) -> Loaded:
+        """An error as it is meant; remembered for the next put of the name."""
+        if isinstance(result, KvError):
+            self._lost.failed(self._names[index], result)
+            return of_block(result)
+        self._lost.forget(self._names[index])
+        return result
+
     def _open_rows(self) -> list[int]:
         return [i for i, row in enumerate(self.rows) if row is None]
 
@@ -171,8 +194,8 @@ class GetJob:
 class PutJob:
     """Writes of many paths. `results[i]` is None until path i is done."""
 
-    def __init__(self, names: Sequence[str], sizes: Sequence[int], if_absent: bool) -> None:
-        self.names, self._sizes, self.if_absent = names, sizes, if_absent
+    def __init__(self, names: Sequence[str], sizes: Sequence[int], lost: LostNames, *, if_absent: bool) -> None:
+        self.names, self._sizes, self._lost, self.if_absent = names, sizes, lost, if_absent
         self.results: list[Put | KvError | None] = [None] * len(names)
         self._blocks: dict[int, SealedBlock | None] = {}
         """Stored in this round and to be published; None for an empty value."""
@@ -203,7 +226,9 @@ class PutJob:
         blocks = iter(outcomes)
         for i in self._open():
             outcome = next(blocks) if self._sizes[i] else None
-            if isinstance(outcome, KvError):
+            if isinstance(outcome, NotFound):  # of the worker's own files, not of a name: it may pass
+                self.results[i] = Unavailable(outcome.message, fault=outcome.fault)
+            elif isinstance(outcome, KvError):
                 self.results[i] = outcome
             else:
                 self._blocks[i] = outcome
@@ -215,7 +240,12 @@ class PutJob:
     def published(self, results: Sequence[PublishResult | KvError]) -> None:
         """In the order of `publications`."""
         for i, result in zip(self._blocks, results, strict=True):
-            self.results[i] = result if isinstance(result, KvError) else Put(result.entries[0], result.created[0])
+            if isinstance(result, KvError):
+                self.results[i] = result
+                continue
+            self.results[i] = put = Put(result.entries[0], result.created[0])
+            if put.created:
+                self._lost.forget(self.names[i])
         self._blocks.clear()
 
     def failed(self, error: KvError) -> None:
@@ -243,10 +273,10 @@ class PutJob:
         return [i for i, result in enumerate(self.results) if result is None]
 
     def _publish_name(self, index: int) -> PublishName:
-        block = self._blocks[index]
+        name, block = self.names[index], self._blocks[index]
         if block is None:
-            return PublishName(self.names[index])
-        return PublishName(self.names[index], block.address, block.volume)
+            return PublishName(name)
+        return PublishName(name, block.address, block.volume, replace_equal=name in self._lost)
 
 
 def whole(result: Loaded | None) -> bytes:

@@ -11,7 +11,6 @@ gone), Timeout.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import socket
 import threading
@@ -22,6 +21,7 @@ from collections.abc import Callable, Sequence
 from kvstore.client import fork, sockets
 from kvstore.client.connection import BACKLOG_PAUSE_S, AsyncConnection, Lost, connect_now, timed_out
 from kvstore.client.deadline import Deadline
+from kvstore.client.flight import AsyncFlight
 from kvstore.client.sockets import Answer, Opened, SealedBlock, StagedFile, Wanted, unreachable
 from kvstore.core import sockproto as sp
 from kvstore.core.errors import Unavailable
@@ -46,7 +46,7 @@ class AsyncLocalWorker:
         self.hello: sp.HelloReply | None = None
         self._connection: AsyncConnection | None = None
         self._closed = False
-        self._connecting = asyncio.Lock()
+        self._connecting: AsyncFlight[AsyncConnection] = AsyncFlight()
 
     def __repr__(self) -> str:
         return f"<AsyncLocalWorker {self.path} {'connected' if self._connection else 'not connected'}>"
@@ -131,14 +131,15 @@ class AsyncLocalWorker:
     async def _connected(self, deadline: Deadline) -> AsyncConnection:
         if self._connection and self._connection.alive:
             return self._connection
-        async with self._connecting:
-            if self._closed:
-                raise Unavailable("the client was closed")
-            if self._connection is None or not self._connection.alive:
-                step = Deadline(deadline.at_most(CONNECT_TIMEOUT_S))
-                self._connection, self.hello = await AsyncConnection.open(self.path, self._hello(), step)
-                self._on_hello(self.hello)
-            return self._connection
+        return await self._connecting.run(self._connect, deadline.at_most(CONNECT_TIMEOUT_S))
+
+    async def _connect(self, deadline: Deadline) -> AsyncConnection:
+        if self._closed:
+            raise Unavailable("the client was closed")
+        if self._connection is None or not self._connection.alive:
+            self._connection, self.hello = await AsyncConnection.open(self.path, self._hello(), deadline)
+            self._on_hello(self.hello)
+        return self._connection
 
     def _hello(self) -> sp.Hello:
         return sp.Hello(sp.PROTOCOL_VERSION, self.session, self.cluster)

@@ -19,7 +19,7 @@ from contextlib import aclosing, closing
 from typing import TypeVar
 
 from kvstore.client import messages as msg
-from kvstore.client.deadline import Deadline
+from kvstore.client.deadline import Deadline, seconds
 from kvstore.core import retry
 from kvstore.core.errors import KvError, NotFound, Stale, Timeout, Unavailable
 from kvstore.core.limits import MAX_BATCH, METADATA_TIMEOUT_S
@@ -82,7 +82,7 @@ class AsyncMeta:
     ) -> Rows:
         """With `parents` missing directories are made and an existing one is fine (and the call is repeatable)."""
         request = m.MkdirRequest(base=base, paths=paths, parents=parents, mode=mode, uid=uid, gid=gid)
-        reply = await self._link.call(_mkdir_method(parents), request, timeout_s)
+        reply = await self._link.call(_mkdir_method(parents), request, seconds(timeout_s))
         return msg.rows_of(reply.entries, len(paths))
 
     async def remove(
@@ -122,7 +122,7 @@ class AsyncMeta:
         cursor = _Cursor(base, path, after, limit, names_only, timeout_s)
         while not cursor.done:
             try:
-                async with aclosing(self._link.stream(methods.LIST, cursor.request(), timeout_s)) as pages:
+                async with aclosing(self._link.stream(methods.LIST, cursor.request(), cursor.timeout_s)) as pages:
                     async for page in pages:
                         for row in cursor.take(page):
                             yield row
@@ -143,20 +143,20 @@ class AsyncMeta:
     ) -> Entry:
         """Change what is not None; the entry as it is then."""
         request = m.SetAttrRequest(base=base, path=path, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns)
-        reply = await self._link.call(methods.SET_ATTR, request, timeout_s)
+        reply = await self._link.call(methods.SET_ATTR, request, seconds(timeout_s))
         return msg.whole(msg.rows_of(reply.entries, 1)[0])
 
     async def statfs(self, path: str = "", *, base: int = 0, timeout_s: float = _DEFAULT_S) -> msg.Statfs:
         request = m.StatfsRequest(base=base, path=path)
-        return msg.statfs(await self._link.call(methods.STATFS, request, timeout_s))
+        return msg.statfs(await self._link.call(methods.STATFS, request, seconds(timeout_s)))
 
     async def cluster_map(self, *, timeout_s: float = _DEFAULT_S) -> msg.ClusterMap:
-        return msg.cluster_map(await self._link.call(methods.CLUSTER_MAP, m.ClusterMapRequest(), timeout_s))
+        return msg.cluster_map(await self._link.call(methods.CLUSTER_MAP, m.ClusterMapRequest(), seconds(timeout_s)))
 
     async def events(self, after: int = 0, *, limit: int = 100, timeout_s: float = _DEFAULT_S) -> Events:
         """Changes behind sequence `after`; 0 = the last `limit` ones."""
         request = m.EventsRequest(after=after, limit=limit)
-        return msg.events(await self._link.call(methods.EVENTS, request, timeout_s))
+        return msg.events(await self._link.call(methods.EVENTS, request, seconds(timeout_s)))
 
     async def _call_once(self, method: Method[Q, A], request: Q, safe: bool, timeout_s: float) -> tuple[A, bool]:
         """The reply, and whether an earlier attempt may have done the work already."""
@@ -206,7 +206,7 @@ class Meta:
         timeout_s: float = _DEFAULT_S,
     ) -> Rows:
         request = m.MkdirRequest(base=base, paths=paths, parents=parents, mode=mode, uid=uid, gid=gid)
-        reply = self._link.call(_mkdir_method(parents), request, timeout_s)
+        reply = self._link.call(_mkdir_method(parents), request, seconds(timeout_s))
         return msg.rows_of(reply.entries, len(paths))
 
     def remove(self, names: Sequence[msg.RemoveName], *, base: int = 0, timeout_s: float = _DEFAULT_S) -> Failures:
@@ -238,7 +238,7 @@ class Meta:
         cursor = _Cursor(base, path, after, limit, names_only, timeout_s)
         while not cursor.done:
             try:
-                with closing(self._link.stream(methods.LIST, cursor.request(), timeout_s)) as pages:
+                with closing(self._link.stream(methods.LIST, cursor.request(), cursor.timeout_s)) as pages:
                     for page in pages:
                         yield from cursor.take(page)
                 cursor.finish()
@@ -257,16 +257,18 @@ class Meta:
         timeout_s: float = _DEFAULT_S,
     ) -> Entry:
         request = m.SetAttrRequest(base=base, path=path, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns)
-        return msg.whole(msg.rows_of(self._link.call(methods.SET_ATTR, request, timeout_s).entries, 1)[0])
+        return msg.whole(msg.rows_of(self._link.call(methods.SET_ATTR, request, seconds(timeout_s)).entries, 1)[0])
 
     def statfs(self, path: str = "", *, base: int = 0, timeout_s: float = _DEFAULT_S) -> msg.Statfs:
-        return msg.statfs(self._link.call(methods.STATFS, m.StatfsRequest(base=base, path=path), timeout_s))
+        return msg.statfs(self._link.call(methods.STATFS, m.StatfsRequest(base=base, path=path), seconds(timeout_s)))
 
     def cluster_map(self, *, timeout_s: float = _DEFAULT_S) -> msg.ClusterMap:
-        return msg.cluster_map(self._link.call(methods.CLUSTER_MAP, m.ClusterMapRequest(), timeout_s))
+        return msg.cluster_map(self._link.call(methods.CLUSTER_MAP, m.ClusterMapRequest(), seconds(timeout_s)))
 
     def events(self, after: int = 0, *, limit: int = 100, timeout_s: float = _DEFAULT_S) -> Events:
-        return msg.events(self._link.call(methods.EVENTS, m.EventsRequest(after=after, limit=limit), timeout_s))
+        return msg.events(
+            self._link.call(methods.EVENTS, m.EventsRequest(after=after, limit=limit), seconds(timeout_s))
+        )
 
     def _call_once(self, method: Method[Q, A], request: Q, safe: bool, timeout_s: float) -> tuple[A, bool]:
         turn = _Again(safe, timeout_s)
@@ -322,7 +324,7 @@ class _Cursor:
         self.done = False
         self._base, self._path, self._after, self._names_only = base, path, after, names_only
         self._left = limit if limit else None
-        self._timeout_s = timeout_s
+        self.timeout_s = seconds(timeout_s)
         self._idle, self._attempt, self._moved = Deadline(timeout_s), 0, False
 
     def request(self) -> m.ListRequest:
@@ -346,7 +348,7 @@ class _Cursor:
         """Seconds until the stream is opened again. Raises the error when nothing came for the whole deadline."""
         self.done = self._left == 0
         if self._moved:  # measured from now: the time since the last page may have been the consumer's
-            self._idle, self._attempt = Deadline(self._timeout_s), 0
+            self._idle, self._attempt = Deadline(self.timeout_s), 0
         if not isinstance(error, Unavailable | Timeout) or self._idle.passed:
             raise error
         self._attempt += 1

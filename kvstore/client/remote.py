@@ -1,8 +1,8 @@
 """Blocks over the network, for who has no local worker: `AsyncRemote` and `Remote`.
 
 `store` sends frames to a worker that `core.placement` picks from the cached map; `load` takes a block from a live
-replica into the caller's buffer and compares its hash before it returns. Another worker is tried after Unavailable,
-Timeout, NoSpace, Overloaded, Corrupt or Stale. A `store` is safe to repeat: nobody can see a block before its
+replica into the caller's buffer and compares its hash before it returns. Another worker is tried after every failure
+that is the worker's own (`ELSEWHERE`, `is_elsewhere`). A `store` is safe to repeat: nobody can see a block before its
 publish.
 """
 
@@ -14,8 +14,9 @@ from contextlib import aclosing, closing
 
 from kvstore.client.cluster import MAX_TRIES, AsyncCluster, Cluster, candidates, in_order, pick
 from kvstore.client.deadline import Deadline
+from kvstore.client.elsewhere import ELSEWHERE, is_elsewhere
 from kvstore.client.sockets import SealedBlock
-from kvstore.core.errors import Corrupt, KvError, NoSpace, NotFound, Overloaded, Stale, Timeout, Unavailable
+from kvstore.core.errors import Corrupt, KvError, NotFound
 from kvstore.core.hashing import BlockHasher
 from kvstore.core.limits import fetch_timeout_s
 from kvstore.core.placement import Candidate
@@ -23,8 +24,6 @@ from kvstore.core.types import Address, Replica
 from kvstore.pb import worker_pb2 as w
 from kvstore.rpc.entries import address_from_pb, address_to_pb
 
-ELSEWHERE = (Unavailable, Timeout, NoSpace, Overloaded, Corrupt, Stale)
-"""Failures of one worker that say nothing about the next one."""
 Frames = Callable[[], Iterable[bytes]]
 """Makes the frames of a block anew for every attempt."""
 
@@ -73,7 +72,7 @@ class AsyncRemote:
                 with self._cluster.call(endpoint, step_s):
                     reply = await self._cluster.link(endpoint).write_frames(request, frames(), step_s)
                 return stored(reply, length_bytes, digest, endpoint)
-            except ELSEWHERE as error:
+            except KvError as error:
                 last_try(error, deadline, tried, candidates(cluster, self._cluster.breakers.closed, tried))
 
     async def load(self, address: Address, replicas: Sequence[Replica], view: memoryview, *, timeout_s: float) -> None:
@@ -116,7 +115,7 @@ class Remote:
                 with self._cluster.call(endpoint, step_s):
                     reply = self._cluster.link(endpoint).write_frames(request, frames(), step_s)
                 return stored(reply, length_bytes, digest, endpoint)
-            except ELSEWHERE as error:
+            except KvError as error:
                 last_try(error, deadline, tried, candidates(cluster, self._cluster.breakers.closed, tried))
 
     def load(self, address: Address, replicas: Sequence[Replica], view: memoryview, *, timeout_s: float) -> None:
@@ -142,7 +141,7 @@ class Remote:
 
 def last_try(error: KvError, deadline: Deadline, tried: set[str], others: Sequence[Candidate]) -> None:
     """Raises the error when no other worker is to be asked."""
-    if deadline.passed or len(tried) >= MAX_TRIES or not others:
+    if not is_elsewhere(error) or deadline.passed or len(tried) >= MAX_TRIES or not others:
         raise error
 
 

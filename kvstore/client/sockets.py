@@ -6,6 +6,7 @@ Whoever gets an `Answer` owns its fds. Nothing here loses one: a message that ca
 from __future__ import annotations
 
 import array
+import itertools
 import os
 import socket
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvstore.core import sockproto as sp
-from kvstore.core.errors import InvalidRequest, KvError, Overloaded, Unavailable, from_wire
+from kvstore.core.errors import InvalidRequest, KvError, NotFound, Overloaded, Unavailable, from_wire
 from kvstore.core.limits import MAX_FDS_PER_MESSAGE, MAX_SOCKET_MESSAGE_BYTES
 from kvstore.core.types import Address, Replica
 
@@ -137,12 +138,13 @@ def opened(answer: Answer, count: int) -> Opened:
     if len(body.codes) != count or len(answer.fds) != good:
         close_all(answer.fds)
         raise KvError("the worker's answer is malformed: codes and fds do not fit each other")
-    fds, errors, faults = iter(answer.fds), iter(body.errors), iter(body.faults)
-    return [next(fds) if code == 0 else _error(code, next(errors, ""), next(faults, "")) for code in body.codes]
+    fds, errors = iter(answer.fds), itertools.zip_longest(body.errors, body.faults, body.reasons, fillvalue="")
+    return [next(fds) if code == 0 else _error(code, *next(errors, ("", "", ""))) for code in body.codes]
 
 
-def _error(code: int, message: str, fault: str) -> KvError:
-    error = from_wire(code, message)
+def _error(code: int, message: str, fault: str, reason: str) -> KvError:
+    """Of one block. It is not a name: where a worker does not say why, nobody has it, that is all."""
+    error = from_wire(code, message, reason or ("no_replica" if code == NotFound.code else ""))
     error.fault = fault or None
     return error
 

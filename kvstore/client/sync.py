@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from kvstore.client import files, fork, url
+from kvstore.client import arguments, files, fork, url
 from kvstore.client.cache import MetadataCache
 from kvstore.client.cluster import Cluster
-from kvstore.client.deadline import Deadline
+from kvstore.client.deadline import Deadline, seconds
 from kvstore.client.files import Buffer, Progress, no_progress
 from kvstore.client.flow import Flow
 from kvstore.client.jobs import (
@@ -25,11 +25,13 @@ from kvstore.client.jobs import (
     Values,
     as_miss,
     is_race,
+    of_block,
     or_raise,
     readable,
     told,
     whole,
 )
+from kvstore.client.lost import LostNames
 from kvstore.client.messages import ClusterMap, RemoveKind, RemoveName, RenameName, Statfs
 from kvstore.client.meta import Meta
 from kvstore.client.sockets import SealedBlock
@@ -61,9 +63,9 @@ class Client:
         metadata_ttl_s: float = 1.0,
         staging_dir: str | None = None,
     ) -> None:
-        self.timeout_s = timeout_s
+        self.timeout_s = seconds(timeout_s)
         self._arguments = (url.parse(store_url), url.worker_socket(worker_socket), staging_dir)
-        self._metadata_ttl_s = metadata_ttl_s
+        self._metadata_ttl_s = seconds(metadata_ttl_s, "metadata_ttl_s")
         self._of_the_parent: list[object] = []
         self._assemble()
         fork.watch(self)
@@ -135,11 +137,11 @@ class Client:
         timeout_s: float | None = None,
     ) -> Puts:
         """Many puts, published in one call. Per item its `Put`, or its error, which does not hold up the others."""
-        pairs = list(items.items() if isinstance(items, Mapping) else items)
+        pairs = arguments.items(items)
         names = [self.target.path(path) for path, _ in pairs]
         views = [files.view_of(data) for _, data in pairs]
         deadline = self._deadline(timeout_s, store_timeout_s(sum(map(len, views))))
-        job = PutJob(names, [len(v) for v in views], if_absent)
+        job = PutJob(names, [len(v) for v in views], self._lost, if_absent=if_absent)
 
         def store(index: int) -> SealedBlock:
             return self.blocks.store(views[index], timeout_s=deadline.left_s)
@@ -154,20 +156,21 @@ class Client:
 
     def get_into(self, path: str, buffer: Buffer, *, timeout_s: float | None = None) -> int:
         """Read into a writable buffer that is large enough; the number of bytes. After an error it holds anything."""
-        job = self._get([path], [buffer], timeout_s)
+        job = self._get([path], arguments.buffers([buffer], 1), timeout_s)
         whole(job.results[0])
         return job.length(0)
 
     def get_many(self, paths: Sequence[str], *, timeout_s: float | None = None) -> Values:
         """Per path its bytes, or None for a miss, whatever its cause."""
-        return (self._get(paths, None, timeout_s)).values()
+        return (self._get(arguments.paths(paths), None, timeout_s)).values()
 
     def get_many_into(
         self, paths: Sequence[str], buffers: Sequence[Buffer], *, timeout_s: float | None = None
     ) -> Sizes:
         """Per path the number of bytes read into its buffer, or None for a miss."""
-        files.check_same_length(paths, buffers)
-        return (self._get(paths, buffers, timeout_s)).sizes()
+        paths = arguments.paths(paths)
+        views = arguments.buffers(buffers, len(paths))
+        return (self._get(paths, views, timeout_s)).sizes()
 
     # ---- names ----
 
@@ -176,28 +179,31 @@ class Client:
 
     def exists_many(self, paths: Sequence[str], *, timeout_s: float | None = None) -> Flags:
         """Whether each path is there, as of at most `metadata_ttl_s` ago; False when nobody can tell."""
-        job = GetJob([self.target.path(p) for p in paths], self._cache)
+        job = GetJob([self.target.path(p) for p in arguments.paths(paths)], self._cache, self._lost)
         self._flow.look_up(job, self._deadline(timeout_s))
         return job.found()
 
     def stat(self, path: str = "", *, timeout_s: float | None = None) -> Entry:
         """What a path names, as of now (not from the cache). Raises NotFound, NotDirectory."""
-        deadline = self._deadline(timeout_s)
+        name, deadline = self.target.path(path), self._deadline(timeout_s)
         self._parts.start(deadline)
-        (row,) = self.meta.lookup([self.target.path(path)], timeout_s=deadline.left_s)
+        (row,) = self.meta.lookup([name], timeout_s=deadline.left_s)
+        self._lost.looked_up([name], [row])
         return or_raise(told(row, path))
 
     def list(
         self, path: str = "", *, after: str = "", limit: int = 0, timeout_s: float | None = None
     ) -> Iterator[tuple[str, Entry]]:
         """Names in a directory in order, each with its entry; `timeout_s` is how long nothing may come."""
-        deadline = self._deadline(timeout_s)
+        name, deadline = self.target.path(path), self._deadline(timeout_s)
+        arguments.text(after, "after")
+        arguments.integer(limit, "limit")
         self._parts.start(deadline)
-        yield from self.meta.list(self.target.path(path), after=after, limit=limit, timeout_s=deadline.timeout_s)
+        yield from self.meta.list(name, after=after, limit=limit, timeout_s=deadline.timeout_s)
 
     def remove(self, path: str, *, kind: RemoveKind = RemoveKind.ANY, timeout_s: float | None = None) -> None:
         """Remove a file or an empty directory. Raises NotFound, NotEmpty, and by `kind` IsDirectory, NotDirectory."""
-        name, deadline = self.target.path(path), self._deadline(timeout_s)
+        name, deadline, kind = self.target.path(path), self._deadline(timeout_s), arguments.kind(kind)
 
         def remove(inode: int) -> KvError | None:
             return (self.meta.remove([RemoveName(name, kind, inode)], timeout_s=deadline.left_s))[0]
@@ -217,6 +223,7 @@ class Client:
     def mkdir(self, path: str, *, parents: bool = False, mode: int = 0o755, timeout_s: float | None = None) -> Entry:
         """Make a directory. With `parents` missing ones above it too, and an existing one is fine."""
         name, deadline = self.target.path(path), self._deadline(timeout_s)
+        arguments.integer(mode, "mode", 0o7777)
         self._parts.start(deadline)
         try:
             (row,) = self.meta.mkdir([name], parents=parents, mode=mode, timeout_s=deadline.left_s)
@@ -226,9 +233,9 @@ class Client:
 
     def statfs(self, path: str = "", *, timeout_s: float | None = None) -> Statfs:
         """Capacity of the cluster; files and directories of the whole store."""
-        deadline = self._deadline(timeout_s)
+        name, deadline = self.target.path(path), self._deadline(timeout_s)
         self._parts.start(deadline)
-        return self.meta.statfs(self.target.path(path), timeout_s=deadline.left_s)
+        return self.meta.statfs(name, timeout_s=deadline.left_s)
 
     def cluster_map(self, *, timeout_s: float | None = None) -> ClusterMap:
         """Nodes, volumes and counters as of now."""
@@ -248,9 +255,9 @@ class Client:
         timeout_s: float | None = None,
     ) -> Put:
         """Store a local file, a piece at a time. Raises OSError for what is wrong with the local file."""
-        name, size = self.target.path(path), files.regular_size(source)
+        name, size = self.target.path(path), files.regular_size(arguments.local_path(source, "source"))
         deadline = self._deadline(timeout_s, store_timeout_s(size))
-        job = PutJob([name], [size], if_absent)
+        job = PutJob([name], [size], self._lost, if_absent=if_absent)
 
         def store(_: int) -> SealedBlock:
             return self._flow.store_file(source, size, progress, deadline)
@@ -267,7 +274,7 @@ class Client:
         timeout_s: float | None = None,
     ) -> int:
         """Write a value to a local file, there as a whole or not at all; its size. Raises like `get`, and OSError."""
-        deadline = self._deadline(timeout_s)
+        deadline, target = self._deadline(timeout_s), arguments.local_path(target, "target")
         fd, size = self._open(path, deadline)
         self._flow.load_file(fd, target, size, progress, deadline)
         return size
@@ -289,13 +296,14 @@ class Client:
     def _assemble(self) -> None:
         self._parts = Parts(*self._arguments)
         self._cache = MetadataCache(self._metadata_ttl_s)
+        self._lost = LostNames()
         self._flow = Flow(self._parts, self._cache)
 
     def _deadline(self, timeout_s: float | None, extra_s: float = 0.0) -> Deadline:
         return Deadline.of(timeout_s, self.timeout_s + extra_s)
 
-    def _get(self, paths: Sequence[str], buffers: Sequence[Buffer] | None, timeout_s: float | None) -> GetJob:
-        job = GetJob([self.target.path(p) for p in paths], self._cache, buffers)
+    def _get(self, paths: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float | None) -> GetJob:
+        job = GetJob([self.target.path(p) for p in paths], self._cache, self._lost, views)
         self._flow.get(job, self._deadline(timeout_s))
         return job
 
@@ -306,7 +314,8 @@ class Client:
         try:
             return self.blocks.open(entry, timeout_s=deadline.left_s), entry.length_bytes
         except KvError as error:
-            raise as_miss(error) from None
+            self._lost.failed(self.target.path(path), error)
+            raise as_miss(of_block(error)) from None
 
     def _change(
         self, path: str, names: Sequence[str], change: Callable[[int], KvError | None], deadline: Deadline

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from kvstore.client import files, sockets
-from kvstore.client.blocks import ABANDON_TIMEOUT_S, in_parts, is_no_local_worker, sealable
+from kvstore.client.blocks import ABANDON_TIMEOUT_S, in_parts, sealable
 from kvstore.client.breaker import Breakers
 from kvstore.client.deadline import Deadline
+from kvstore.client.elsewhere import LocalWrites, is_no_local_worker
 from kvstore.client.local import LocalWorker
 from kvstore.client.remote import Remote
 from kvstore.client.sockets import SealedBlock
@@ -105,7 +106,7 @@ class LocalBlocks:
             return files.load_and_close(fd, wish.entry.length_bytes, wish.view)
 
         try:
-            return self._threads.map(read, range(len(wishes)))
+            return self._threads.map(read, range(len(wishes)), deadline)
         finally:  # those that an interrupted caller left untouched
             sockets.close_all(fd for fd in fds if isinstance(fd, int) and fd >= 0)
 
@@ -155,7 +156,7 @@ class RemoteBlocks:
 
     def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
         deadline = Deadline.of(timeout_s, fetch_timeout_s(sum(w.entry.length_bytes for w in wishes)))
-        return self._threads.map(lambda wish: self._load(wish, deadline), wishes)
+        return self._threads.map(lambda wish: self._load(wish, deadline), wishes, deadline)
 
     def _load(self, wish: Wish, deadline: Deadline) -> Loaded:
         address, view = block_of(wish.entry), wish.view
@@ -168,10 +169,13 @@ class RemoteBlocks:
 
 
 class EitherBlocks:
-    """The local worker while it answers, else remote ones. Staging is sealed where it was made."""
+    """The local worker while it answers, and for new blocks while its disk works, else remote ones. Staging is sealed
+    where it was made.
+    """
 
     def __init__(self, local: LocalBlocks, remote: RemoteBlocks, path: str, breakers: Breakers) -> None:
         self._local, self._remote, self._path, self._breakers = local, remote, path, breakers
+        self._writes = LocalWrites(path)
 
     @property
     def node(self) -> str:
@@ -179,10 +183,12 @@ class EitherBlocks:
 
     def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
         left = Deadline.of(timeout_s, store_timeout_s(0))
-        return self._first(lambda b: b.stage(size_hint, timeout_s=left.left_s), left)
+        return self._write(lambda b: b.stage(size_hint, timeout_s=left.left_s), left)
 
     def seal(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> SealedBlock:
-        return self._owner(staging).seal(staging, size_bytes, timeout_s=timeout_s)
+        owner = self._owner(staging)
+        with self._writes.watched(owner is self._local):
+            return owner.seal(staging, size_bytes, timeout_s=timeout_s)
 
     def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
         self._owner(staging).abort(staging, timeout_s=timeout_s)
@@ -193,7 +199,7 @@ class EitherBlocks:
 
     def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock:
         left = Deadline.of(timeout_s, store_timeout_s(len(view)))
-        return self._first(lambda b: b.store(view, timeout_s=left.left_s), left)
+        return self._write(lambda b: b.store(view, timeout_s=left.left_s), left)
 
     def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
         left = Deadline.of(timeout_s, fetch_timeout_s(sum(w.entry.length_bytes for w in wishes)))
@@ -205,6 +211,17 @@ class EitherBlocks:
                 return use(self._local)
         except KvError as error:
             if not is_no_local_worker(error, self._path):
+                raise
+        return use(self._remote)
+
+    def _write(self, use: Callable[[Blocks], T], deadline: Deadline) -> T:
+        if not self._writes.work:
+            return use(self._remote)
+        try:
+            with self._breakers.call(self._path, deadline.timeout_s), self._writes.watched():
+                return use(self._local)
+        except KvError as error:
+            if not is_no_local_worker(error, self._path) and not self._writes.is_trouble(error):
                 raise
         return use(self._remote)
 

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
+
+from kvstore.client.deadline import Deadline
+from kvstore.core.errors import Timeout
 
 I = TypeVar("I")  # noqa: E741 - item
 T = TypeVar("T")
@@ -24,13 +27,22 @@ class Threads:
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
 
-    def map(self, function: Callable[[I], T], items: Sequence[I]) -> list[T]:
-        """Results in order. When one raises, the others still run to their end before it is raised here."""
+    def map(self, function: Callable[[I], T], items: Sequence[I], deadline: Deadline) -> list[T]:
+        """Results in order. When one raises, the others still run to their end before it is raised here.
+
+        Raises Timeout when the deadline passes while some wait for their turn behind another caller's; those that run
+        end before it is raised (they keep the deadline themselves), for they may write into the caller's buffers.
+        """
         if len(items) <= 1:
             return [function(item) for item in items]
         futures = [self._executor().submit(function, item) for item in items]
-        for future in futures:
-            future.exception()
+        wait(futures, deadline.left_s)
+        late = [future for future in futures if future.cancel()]
+        wait(set(futures).difference(late))
+        if late:
+            raise Timeout(
+                f"{len(late)} of {len(items)} did not begin within {deadline.timeout_s:g} s; the client is busy"
+            )
         return [future.result() for future in futures]
 
     def close(self) -> None:

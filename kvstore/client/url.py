@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
+from kvstore.client import arguments
 from kvstore.core import paths
 from kvstore.core.errors import InvalidRequest
 
@@ -21,12 +22,12 @@ class Target(NamedTuple):
 
     def path(self, path: str) -> str:
         """A caller's path as the master knows it. Raises InvalidRequest, NameTooLong."""
-        return paths.join(self.root, path)
+        return paths.join(self.root, arguments.text(path, "a path"))
 
 
 def parse(url: str) -> Target:
     """Raises InvalidRequest with the right form."""
-    if not url.startswith(SCHEME):
+    if not arguments.text(url, "a store's address").startswith(SCHEME):
         raise InvalidRequest(f"{url!r} is not a store; write kvstore://host:port[,host:port][/root]")
     hosts, _, root = url.removeprefix(SCHEME).partition("/")
     return Target(tuple(_endpoint(h.strip(), url) for h in hosts.split(",")), paths.normalize(root))

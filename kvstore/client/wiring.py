@@ -12,12 +12,12 @@ import asyncio
 import logging
 import os
 import secrets
-import threading
 
 from kvstore.client import url
 from kvstore.client.blocks import AsyncBlocks, AsyncEitherBlocks, AsyncLocalBlocks, AsyncRemoteBlocks
 from kvstore.client.cluster import AsyncCluster, Cluster
 from kvstore.client.deadline import Deadline
+from kvstore.client.flight import AsyncFlight, Flight
 from kvstore.client.local import AsyncLocalWorker, LocalWorker
 from kvstore.client.meta import AsyncMeta, Meta
 from kvstore.client.remote import AsyncRemote, Remote
@@ -55,20 +55,15 @@ class AsyncParts:
         self.cluster = AsyncCluster(self.meta, self._caller)
         self.worker = AsyncLocalWorker(socket_path, self.session, on_hello=self._met) if socket_path else None
         self.blocks = self._blocks(staging_dir)
-        self._starting = asyncio.Lock()
+        self._starting: AsyncFlight[None] = AsyncFlight()
         self._started = self._closed = False
 
     async def start(self, deadline: Deadline) -> None:
-        """Once, at the first call. Raises what keeps it from reaching the master."""
+        """Once, at the first call. Raises what keeps it from reaching the master, and Timeout."""
         self.check_usable()
-        if self._started:
-            return
-        async with self._starting:
-            if not self._started:
-                cluster = await self.cluster.map(timeout_s=deadline.left_s)
-                self._introduce(self._caller._replace(cluster=cluster.cluster))
-                await self._meet(deadline)
-                self._started = True
+        deadline.check()
+        if not self._started:
+            await self._starting.run(self._begin, deadline.left_s)
 
     def check_usable(self) -> None:
         """Raises Unavailable after close, and in the child of a fork: the loop and its channels are the parent's."""
@@ -92,6 +87,14 @@ class AsyncParts:
             return remote
         local = AsyncLocalBlocks(self.worker, self.runtime)
         return AsyncEitherBlocks(local, remote, self.worker.path, self.cluster.breakers)
+
+    async def _begin(self, deadline: Deadline) -> None:
+        if self._started:  # while this caller came
+            return
+        cluster = await self.cluster.map(timeout_s=deadline.left_s)
+        self._introduce(self._caller._replace(cluster=cluster.cluster))
+        await self._meet(deadline)
+        self._started = True
 
     async def _meet(self, deadline: Deadline) -> None:
         """Without the local worker the client goes on with remote ones, and meets it when it is there again."""
@@ -129,19 +132,14 @@ class Parts:
         self.cluster = Cluster(self.meta, self._caller)
         self.worker = LocalWorker(socket_path, self.session, on_hello=self._met) if socket_path else None
         self.blocks = self._blocks(staging_dir)
-        self._starting = threading.Lock()
+        self._starting: Flight[None] = Flight()
         self._started = self._closed = False
 
     def start(self, deadline: Deadline) -> None:
         self.check_usable()
-        if self._started:
-            return
-        with self._starting:
-            if not self._started:
-                cluster = self.cluster.map(timeout_s=deadline.left_s)
-                self._introduce(self._caller._replace(cluster=cluster.cluster))
-                self._meet(deadline)
-                self._started = True
+        deadline.check()
+        if not self._started:
+            self._starting.run(self._begin, deadline.left_s)
 
     def check_usable(self) -> None:
         if self._closed:
@@ -160,6 +158,14 @@ class Parts:
         if self.worker is None:
             return remote
         return EitherBlocks(LocalBlocks(self.worker, self.threads), remote, self.worker.path, self.cluster.breakers)
+
+    def _begin(self, deadline: Deadline) -> None:
+        if self._started:
+            return
+        cluster = self.cluster.map(timeout_s=deadline.left_s)
+        self._introduce(self._caller._replace(cluster=cluster.cluster))
+        self._meet(deadline)
+        self._started = True
 
     def _meet(self, deadline: Deadline) -> None:
         if self.worker is None:

@@ -152,7 +152,8 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class ClientConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """What the command line uses unless told otherwise in the call.
 
-    ``master``, while it is not set, is ``worker.master``, else ``mount.master``: `kvstore config show --origin` says so.
+    ``master``, while it is not set, is ``worker.master``, else ``mount.master``; `kvstore config show --origin` says
+    which.
     """
 
     master: Url = DEFAULT_URL

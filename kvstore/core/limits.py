@@ -39,6 +39,8 @@ MOUNT_METADATA_TIMEOUT_S = 5.0
 MOUNT_OPERATION_TIMEOUT_S = 30.0
 """The guard around a FUSE operation: nothing hangs longer. Reading and sealing big blocks fit into it."""
 CONNECT_TIMEOUT_S = 2.0
+MAX_TIMEOUT_S = 86_400.0
+"""A caller's longer timeout (infinity, too) is cut to this: sockets and gRPC overflow far below the largest float."""
 HEARTBEAT_TIMEOUT_S = 2.0
 REPORT_TIMEOUT_S = 5.0
 LEASE_WAIT_S = 0.05

@@ -111,6 +111,8 @@ class Opened(Message):
     faults: list[str] = []
     local: list[bool] = []
     """Whether the block was here already (for hit counters)."""
+    reasons: list[str] = []
+    """Like the errors: one for each."""
 
 
 class Touch(Message, tag="touch"):

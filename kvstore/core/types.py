@@ -97,3 +97,11 @@ class Entry(NamedTuple):
     @property
     def is_dir(self) -> bool:
         return self.mode & 0o170000 == 0o040000
+
+
+class Seen(NamedTuple):
+    """A point of a cluster's history (rule 16)."""
+
+    incarnation: int
+    """64 random bits of one start of a master."""
+    sequence: int

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import xxhash
 
 from kvstore.core.errors import InvalidRequest, KvError
+from kvstore.core.types import Seen
 from kvstore.master import publish, remove, reports
 from kvstore.master.journal import Event
 from kvstore.master.master import Answer, Orders
@@ -41,7 +42,14 @@ def transactions(messages: Iterable[m.Transaction]) -> list[publish.Transaction]
 def _name(name: m.PublishName) -> publish.Name:
     address = entries.address_from_pb(name.address) if name.HasField("address") else None
     return publish.Name(
-        name.path, address, name.volume, name.mode, name.uid, name.gid, name.mtime_ns, name.keep_attributes,
+        name.path,
+        address,
+        name.volume,
+        name.mode,
+        name.uid,
+        name.gid,
+        name.mtime_ns,
+        name.keep_attributes,
         name.replace_equal,
     )
 
@@ -84,6 +92,7 @@ def registration(request: m.RegisterRequest) -> Registration:
     return Registration(
         request.node, request.boot, request.endpoint, request.http, request.bulk, request.cluster, request.sequence,
         [volume(v) for v in request.volumes], request.version, fences(request.fences),
+        [Seen(s.incarnation, s.sequence) for s in request.seen],
     )  # fmt: skip
 
 
@@ -122,9 +131,9 @@ def _full(piece: m.FullPiece) -> reports.Full:
     return reports.Full(piece.volume, first, last, reports.split_ids(piece.ids))
 
 
-def answer(answer: Answer, cluster: str, sequence: int) -> m.ReportReply:
+def answer(answer: Answer, cluster: str, incarnation: int, sequence: int) -> m.ReportReply:
     return m.ReportReply(
-        cluster=cluster, sequence=sequence, next_report=answer.next_report, gap=answer.gap,
+        cluster=cluster, incarnation=incarnation, sequence=sequence, next_report=answer.next_report, gap=answer.gap,
         held=[_VERDICTS[v] for v in answer.held], full=[_VERDICTS[v] for v in answer.full],
         held_policy=[0] * len(answer.held), full_policy=[0] * len(answer.full),
         commands=commands(answer.orders),

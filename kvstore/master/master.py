@@ -18,10 +18,11 @@ from kvstore.core import paths
 from kvstore.core.errors import InvalidRequest, KvError, NotDirectory, NotFound, Unsupported
 from kvstore.core.limits import MAX_BATCH, MAX_BLOCK_BYTES
 from kvstore.core.types import Entry
-from kvstore.master import blocks, journal, lookup, reports, tree
+from kvstore.master import blocks, incarnations, journal, lookup, reports, tree
 from kvstore.master.change import Change
 from kvstore.master.commit import ALWAYS, GROWS, SHRINKS, Committer
 from kvstore.master.db import Cf, Db
+from kvstore.master.incarnations import Incarnations
 from kvstore.master.mkdir import mkdir
 from kvstore.master.nodes import Beat, Node, Nodes, Registration, check_volumes
 from kvstore.master.publish import Published, Transaction, publish
@@ -72,7 +73,9 @@ class Orders(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Lookups:
-    """Names looked up since the start: whether the cache is warm. Blocks cannot tell, a name that is not there has none."""
+    """Names looked up since the start: whether the cache is warm. Workers cannot tell: a name that is not there never
+    gets to one.
+    """
 
     found: int = 0
     not_found: int = 0
@@ -98,8 +101,8 @@ class Master:
     def __init__(self, db: Db, committer: Committer, runtime: Runtime, settings: Settings) -> None:
         self.db, self.committer, self.settings = db, committer, settings
         self._runtime = runtime
-        self.cluster_id = self._open()
-        self.nodes = Nodes(db, settings.dead_ticks, settings.max_block_bytes)
+        self.cluster_id, self.incarnations = self._open()
+        self.nodes = Nodes(db, self.incarnations, settings.dead_ticks, settings.max_block_bytes)
         self._upkeep = Upkeep(self.nodes, settings.tick_s, settings.forget_after_s)
         self._report_locks: dict[str, asyncio.Lock] = {}
         self.lookups = Lookups()
@@ -277,8 +280,10 @@ class Master:
         finally:
             await self.committer.durable()
 
-    def _open(self) -> str:
-        """The cluster's id. A new database gets one, and its root; one of another format is refused."""
+    def _open(self) -> tuple[str, Incarnations]:
+        """The cluster's id, and this start in the row of them. A new database gets an id, and its root; one of another
+        format is refused.
+        """
         stored = self.db.get(Cf.META, META_FORMAT)
         if stored not in (None, FORMAT):
             raise Unsupported(
@@ -292,11 +297,12 @@ class Master:
             tree.make_root(change)
         else:
             cluster = CLUSTER.load(self.db.get(Cf.META, META_CLUSTER) or b"").id
+        starts = incarnations.begin(change, self._runtime.random_u64() or 1)
         change.counters.next_inode += INODE_GAP
         self.db.write(change.ops())
         self.db.flush()
         self.committer.start_at(change.counters.sequence)
-        return cluster
+        return cluster, starts
 
 
 def _merge(report: Report, full: reports.Full, at: bytes, change: Change) -> bytes:

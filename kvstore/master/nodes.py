@@ -9,11 +9,12 @@ from typing import NamedTuple
 import msgspec
 
 from kvstore.core.errors import AlreadyExists, Denied, InvalidRequest
-from kvstore.core.types import TIERS, U63_MAX, Replica
+from kvstore.core.types import TIERS, U63_MAX, Replica, Seen
 from kvstore.master import journal
 from kvstore.master.change import Change
 from kvstore.master.cluster import Cluster
 from kvstore.master.db import Cf, Reader
+from kvstore.master.incarnations import Incarnations
 from kvstore.master.records import NODE, VOLUME, NodeRow, VolumeRow, dump, pack_u64, unpack_u64
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,7 @@ MAX_NODES = 10_000
 MAX_VOLUMES_PER_NODE = 256
 MAX_FENCES = 1024
 """Boots that one worker may still have unpublished blocks of."""
+MAX_SEEN = MAX_VOLUMES_PER_NODE
 MAX_TEXT = 255
 """Characters of a node id or an endpoint."""
 
@@ -58,6 +60,8 @@ class Registration(NamedTuple):
     volumes: Sequence[VolumeState]
     version: str
     fences: Mapping[int, int]
+    seen: Sequence[Seen] = ()
+    """Where in which history each of its volumes was last; none from a worker that never met an incarnation."""
 
 
 class Beat(NamedTuple):
@@ -100,7 +104,8 @@ class Nodes:
     the same step of the loop, and if that fails the process ends.
     """
 
-    def __init__(self, reader: Reader, dead_ticks: int, max_block_bytes: int) -> None:
+    def __init__(self, reader: Reader, incarnations: Incarnations, dead_ticks: int, max_block_bytes: int) -> None:
+        self._incarnations = incarnations
         self.dead_ticks = dead_ticks
         self._max_block_bytes = max_block_bytes
         self.volumes = {unpack_u64(k): VOLUME.load(v) for k, v in _all(reader, Cf.VOLUMES)}
@@ -253,10 +258,11 @@ class Nodes:
                 self.put(change, node, msgspec.structs.replace(node.row, volumes=rest))
 
     def _registered_row(self, old: Node | None, new: Registration, sequence: int) -> NodeRow:
-        ahead = new.sequence > sequence
+        ahead = self._is_ahead(new, sequence)
         if ahead:
             log.error(
-                "worker %s has seen sequence %d, this database ends at %d: rolled back? Nothing of it is collected",
+                "worker %s has seen sequence %d of a history that is not this database's (at %d now): rolled back? "
+                "Nothing of it is collected",
                 new.node, new.sequence, sequence,
             )  # fmt: skip
         fences = dict(new.fences)
@@ -270,6 +276,10 @@ class Nodes:
             # A worker whose operator accepted the rollback comes with 0.
             collects=not ahead and (old is None or old.row.collects or new.sequence == 0),
         )  # fmt: skip
+
+    def _is_ahead(self, new: Registration, sequence: int) -> bool:
+        """Rule 16. A worker that knows of no incarnation is judged by its sequence alone."""
+        return new.sequence > sequence or any(self._incarnations.is_ahead(seen, sequence) for seen in new.seen)
 
     def _merge_fences(self, node: str, row: NodeRow | None, told: Mapping[int, int]) -> dict[int, int]:
         """Fences only rise; a boot that is not told is over; one of another node is none of this one's."""
@@ -304,6 +314,8 @@ def _check(new: Registration) -> None:
     if not new.boot:
         raise InvalidRequest("a boot of 0 is not random")
     check_volumes(new.volumes)
+    if len(new.seen) > MAX_SEEN:
+        raise InvalidRequest(f"{len(new.seen)} points of histories are too many; at most {MAX_SEEN}")
     if len(new.fences) > MAX_FENCES:
         raise InvalidRequest(f"{len(new.fences)} fences are too many; at most {MAX_FENCES}")
 

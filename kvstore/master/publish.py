@@ -38,7 +38,7 @@ class Name(NamedTuple):
     mtime_ns: int = 0
     keep_attributes: bool = False
     replace_equal: bool = False
-    """The writer could not read what is there: its equal content replaces it (a node may be dead and not yet noticed)."""
+    """The writer could not read what is there: equal content replaces it (its node may be dead, and nobody noticed)."""
 
 
 class Transaction(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 import msgspec
 
 from kvstore.core.errors import Corrupt, Unsupported
-from kvstore.core.types import Address, BlockId
+from kvstore.core.types import Address, BlockId, Seen
 
 VERSION: Final = 1
 FORMAT: Final = b"\x01"
@@ -29,6 +29,11 @@ class Row(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class ClusterRow(Row, frozen=True):
     id: str
+
+
+class IncarnationsRow(Row, frozen=True):
+    starts: list[Seen]
+    """Of the last masters, oldest first: each with the sequence that it found."""
 
 
 class NameRow(Row, frozen=True):
@@ -149,6 +154,7 @@ def dump(row: msgspec.Struct) -> bytes:
 
 
 CLUSTER = Codec(ClusterRow)
+INCARNATIONS = Codec(IncarnationsRow)
 NAME = Codec(NameRow)
 INODE = Codec(InodeRow)
 BLOCK = Codec(BlockRow)
@@ -181,3 +187,4 @@ def prefix_end(volume: int) -> bytes | None:
 
 
 META_FORMAT, META_CLUSTER, META_COUNTERS, META_PULSE = b"format", b"cluster", b"counters", b"pulse"
+META_INCARNATIONS = b"incarnations"

@@ -105,7 +105,8 @@ class MasterService(master_pb2_grpc.MasterServicer):
         return m.RegisterReply(
             cluster=self._master.cluster_id, sequence=self._master.committer.durable_sequence,
             next_report=node.row.next_report, tick_s=settings.tick_s, dead_ticks=settings.dead_ticks,
-            max_block_bytes=settings.max_block_bytes,
+            max_block_bytes=settings.max_block_bytes, incarnation=self._master.incarnations.current,
+            rolled_back=not node.row.collects,
         )  # fmt: skip
 
     @unary
@@ -115,9 +116,11 @@ class MasterService(master_pb2_grpc.MasterServicer):
             cluster=self._master.cluster_id,
             sequence=self._master.committer.durable_sequence,
             commands=convert.commands(orders),
+            incarnation=self._master.incarnations.current,
         )
 
     @unary
     async def Report(self, request: m.ReportRequest, caller: Caller) -> m.ReportReply:
         answer = await self._master.report(convert.report(request))
-        return convert.answer(answer, self._master.cluster_id, self._master.committer.durable_sequence)
+        master = self._master
+        return convert.answer(answer, master.cluster_id, master.incarnations.current, master.committer.durable_sequence)

@@ -873,9 +873,37 @@ class EventsReply(_message.Message):
 Global___EventsReply: _TypeAlias = EventsReply  # noqa: Y015
 
 @_typing.final
-class RegisterRequest(_message.Message):
-    """---- workers ----"""
+class Seen(_message.Message):
+    """---- workers ----
 
+    A point of the history of a cluster: a worker that has seen one which its master's database lacks is not collected from
+    (rule 16).
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    incarnation: _builtins.int
+    """64 random bits of one start of a master"""
+    sequence: _builtins.int
+    """the highest durable one of it"""
+    def __init__(
+        self,
+        *,
+        incarnation: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Seen: _TypeAlias = Seen  # noqa: Y015
+
+@_typing.final
+class RegisterRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NODE_FIELD_NUMBER: _builtins.int
@@ -888,6 +916,7 @@ class RegisterRequest(_message.Message):
     VOLUMES_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     FENCES_FIELD_NUMBER: _builtins.int
+    SEEN_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     boot: _builtins.int
     endpoint: _builtins.str
@@ -902,6 +931,10 @@ class RegisterRequest(_message.Message):
     def volumes(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Volume]: ...
     @_builtins.property
     def fences(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fence]: ...
+    @_builtins.property
+    def seen(self) -> _containers.RepeatedCompositeFieldContainer[Global___Seen]:
+        """what its volumes have seen last, each different one; none: `sequence` says all"""
+
     def __init__(
         self,
         *,
@@ -915,10 +948,11 @@ class RegisterRequest(_message.Message):
         volumes: _abc.Iterable[_common_pb2.Volume] | None = ...,
         version: _builtins.str = ...,
         fences: _abc.Iterable[Global___Fence] | None = ...,
+        seen: _abc.Iterable[Global___Seen] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "bulk", b"bulk", "cluster", b"cluster", "endpoint", b"endpoint", "fences", b"fences", "http", b"http", "node", b"node", "sequence", b"sequence", "version", b"version", "volumes", b"volumes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "bulk", b"bulk", "cluster", b"cluster", "endpoint", b"endpoint", "fences", b"fences", "http", b"http", "node", b"node", "seen", b"seen", "sequence", b"sequence", "version", b"version", "volumes", b"volumes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -934,6 +968,8 @@ class RegisterReply(_message.Message):
     TICK_S_FIELD_NUMBER: _builtins.int
     DEAD_TICKS_FIELD_NUMBER: _builtins.int
     MAX_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    ROLLED_BACK_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     sequence: _builtins.int
     next_report: _builtins.int
@@ -941,6 +977,9 @@ class RegisterReply(_message.Message):
     tick_s: _builtins.float
     dead_ticks: _builtins.int
     max_block_bytes: _builtins.int
+    incarnation: _builtins.int
+    rolled_back: _builtins.bool
+    """the worker has seen what this database lacks: it collects nothing until an operator says so"""
     def __init__(
         self,
         *,
@@ -950,10 +989,12 @@ class RegisterReply(_message.Message):
         tick_s: _builtins.float = ...,
         dead_ticks: _builtins.int = ...,
         max_block_bytes: _builtins.int = ...,
+        incarnation: _builtins.int = ...,
+        rolled_back: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "dead_ticks", b"dead_ticks", "max_block_bytes", b"max_block_bytes", "next_report", b"next_report", "sequence", b"sequence", "tick_s", b"tick_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "dead_ticks", b"dead_ticks", "incarnation", b"incarnation", "max_block_bytes", b"max_block_bytes", "next_report", b"next_report", "rolled_back", b"rolled_back", "sequence", b"sequence", "tick_s", b"tick_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1130,9 +1171,12 @@ class HeartbeatReply(_message.Message):
     CLUSTER_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     COMMANDS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     sequence: _builtins.int
     """durable"""
+    incarnation: _builtins.int
+    """another one than at the registration: register again before anything is obeyed"""
     @_builtins.property
     def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___Command]: ...
     def __init__(
@@ -1141,10 +1185,11 @@ class HeartbeatReply(_message.Message):
         cluster: _builtins.str = ...,
         sequence: _builtins.int = ...,
         commands: _abc.Iterable[Global___Command] | None = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "commands", b"commands", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "commands", b"commands", "incarnation", b"incarnation", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1278,11 +1323,13 @@ class ReportReply(_message.Message):
     HELD_POLICY_FIELD_NUMBER: _builtins.int
     FULL_POLICY_FIELD_NUMBER: _builtins.int
     COMMANDS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     sequence: _builtins.int
     next_report: _builtins.int
     gap: _builtins.bool
     """not taken: send a full report, beginning with next_report"""
+    incarnation: _builtins.int
     @_builtins.property
     def held(self) -> _containers.RepeatedScalarFieldContainer[Global___Verdict.ValueType]:
         """per held id"""
@@ -1309,10 +1356,11 @@ class ReportReply(_message.Message):
         held_policy: _abc.Iterable[_builtins.int] | None = ...,
         full_policy: _abc.Iterable[_builtins.int] | None = ...,
         commands: _abc.Iterable[Global___Command] | None = ...,
+        incarnation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "commands", b"commands", "full", b"full", "full_policy", b"full_policy", "gap", b"gap", "held", b"held", "held_policy", b"held_policy", "next_report", b"next_report", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "commands", b"commands", "full", b"full", "full_policy", b"full_policy", "gap", b"gap", "held", b"held", "held_policy", b"held_policy", "incarnation", b"incarnation", "next_report", b"next_report", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
@@ -51,6 +52,23 @@ _FOREIGN: dict[grpc.StatusCode, type[KvError]] = {
 }
 
 
+MAX_DETAILS: Final = 200
+"""Characters of a text of the transport that we do not know: some list every address and every attempt."""
+TROUBLES: Final = tuple(
+    (re.compile(pattern, re.IGNORECASE), words)
+    for pattern, words in (
+        ("connection refused", "connection refused; is it running?"),
+        ("http1.x server", "a server of another kind answers there; is it the right port?"),
+        ("name resolution|DNS resolution|C-ares|service not known|domain name", "there is no host of this name"),
+        ("no route to host|network is unreachable|host is unreachable", "there is no way to this host"),
+        ("deadline exceeded|timed? ?out", "no answer in time"),
+        ("goaway|settings frame|socket closed|connection reset|broken pipe|stream removed|RST_STREAM|transport closed",
+         "the connection broke"),
+    )
+)  # fmt: skip
+"""Texts of grpc 1.78 and what they mean; the first that fits."""
+
+
 def to_status(error: KvError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
     """(status, details, trailing metadata) with which a server ends a call."""
     trailing = [(CODE_KEY, str(error.code)), (REASON_KEY, error.reason)]
@@ -68,7 +86,14 @@ def from_rpc_error(error: Any, endpoint: str) -> KvError:
         known.fault = trailing.get(FAULT_KEY)
         return known
     kind = _FOREIGN.get(error.code(), KvError)
-    return kind(f"{endpoint}: {details or error.code().name.lower()}", fault=endpoint)
+    return kind(f"{endpoint}: {plain(details) or error.code().name.lower()}", fault=endpoint)
+
+
+def plain(details: str) -> str:
+    """What the transport says, for people: the usual troubles in a few words, all else on one short line."""
+    text = " ".join(details.split())
+    known = next((words for pattern, words in TROUBLES if pattern.search(text)), None)
+    return known or (text if len(text) <= MAX_DETAILS else f"{text[: MAX_DETAILS - 1]}…")
 
 
 def _trailing(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from kvstore.core.types import Address, BlockId
-from kvstore.worker.disk import disk_bytes
+from kvstore.worker.disk import Stamp, disk_bytes
 from kvstore.worker.volume import Volume
 
 FOUND = 0
@@ -24,8 +24,9 @@ class Block:
     """When it came here (monotonic)."""
     owned: bool = False
     """The master said that an entry lists it: only then it is a victim of eviction (rule 11)."""
-    verified: bool = False
-    """Hashed since the worker started; holds as long as its pages are in memory (rule 6)."""
+    stamp: Stamp | None = None
+    """Of the file whose bytes were hashed since the worker started: verified, as long as the file is still that one
+    and its pages are in memory (rule 6). None: not verified."""
     leaving: bool = False
     """Reported as "nowhere", about to be unlinked."""
     shielded_until_s: float = 0.0

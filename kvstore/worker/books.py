@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from kvstore.config.units import format_size
+
 
 @dataclasses.dataclass(slots=True)
 class Books:
@@ -73,8 +75,25 @@ class Books:
         """Bytes to free before `size` can be given away; 0 or less when there is room."""
         return size - min(self.capacity - self.used, self.slack)
 
-    def describe(self) -> str:
-        parts = (
-            f"{self.blocks} blocks, {self.staging} staging, {self.held} held by readers, {self.quarantine} quarantine"
+    @property
+    def is_disk_full(self) -> bool:
+        """Whether it is the disk that ends first, not the capacity."""
+        return self.slack < self.capacity - self.used
+
+    def doubt(self) -> str:
+        """Why less than the capacity will ever fit, as of now; "" when all of it does."""
+        if self.slack <= 0 and not self.blocks:
+            return f"the disk has no more free than the {format_size(self.floor)} of free_floor: nothing fits"
+        if not self.is_disk_full:
+            return ""
+        return (
+            f"capacity is {format_size(self.capacity)}, but at most {format_size(self.used + max(self.slack, 0))} fit: "
+            f"{format_size(self.used)} used and {format_size(max(self.slack, 0))} free on the disk above free_floor"
         )
-        return f"{self.used} of {self.capacity} bytes used: {parts}; {max(self.slack, 0)} free on disk above the floor"
+
+    def describe(self) -> str:
+        size = format_size
+        uses = (self.blocks, "blocks"), (self.staging, "staging"), (self.held, "held by readers")
+        parts = ", ".join(f"{size(count)} {what}" for count, what in (*uses, (self.quarantine, "quarantine")) if count)
+        free = f"{size(max(self.slack, 0))} free on the disk above free_floor ({size(self.floor)})"
+        return f"{size(self.used)} of {size(self.capacity)} used ({parts or 'nothing'}), {free}"

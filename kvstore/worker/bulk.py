@@ -9,6 +9,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from kvstore.core.errors import Corrupt, InvalidRequest, KvError, TooLarge
+from kvstore.core.hashing import BlockHasher
 from kvstore.core.limits import FRAME_BYTES, fetch_timeout_s, open_timeout_s
 from kvstore.core.types import Replica
 from kvstore.pb import worker_pb2 as w
@@ -48,11 +49,14 @@ class Bulk:
         replicas = [Replica(r.volume, r.tier, r.node, r.endpoint) for r in request.replicas]
         timeout_s = fetch_timeout_s(address.length_bytes) if replicas else open_timeout_s(address.length_bytes)
         opened = await self._opener.open(address, replicas, timeout_s)
-        reader = _Reader(self._store, self._disk, opened.fd, first, end)
+        hasher = BlockHasher() if end - first == address.length_bytes else None
+        reader = _Reader(self._store, self._disk, opened.fd, first, end, hasher)
         try:
             async for frame in reader:
                 yield frame
                 self._store.counters.read_bytes += len(frame)
+            if hasher is not None and hasher.digest() != address.hash:
+                await self._opener.doubt(address)
         except OSError as error:
             raise Corrupt(f"{address}: reading failed: {error.strerror}") from None
         finally:
@@ -93,15 +97,20 @@ class Bulk:
             digest = sink.digest()
             if digest != request.hash:
                 raise Corrupt("the bytes that arrived differ from their hash; send them again")
-            block = await self._sealer.install(staged, session, digest, request.length_bytes)
+            block = await self._sealer.install(staged, session, digest, request.length_bytes, sink.state())
         return w.WriteReply(address=address_to_pb(block.address), volume=block.volume.id)
 
 
 class _Reader:
-    """Frames of a file, read in threads, one ahead of what was asked for."""
+    """Frames of a file, read in threads, one ahead of what was asked for.
 
-    def __init__(self, store: Store, disk: Disk, fd: int, first: int, end: int) -> None:
+    What is sent whole is hashed on its way: the one place that sees a block which was sealed under a wrong hash, or
+    whose memory went bad, before its peers all take this replica for good. It costs 0.02 of the 0.65 ms of a frame.
+    """
+
+    def __init__(self, store: Store, disk: Disk, fd: int, first: int, end: int, hasher: BlockHasher | None) -> None:
         self._store, self._disk, self._fd, self._at, self._end = store, disk, fd, first, end
+        self._hasher = hasher
         self._ahead: asyncio.Future[bytes] | None = None
 
     def __aiter__(self) -> _Reader:
@@ -127,7 +136,13 @@ class _Reader:
         size = min(FRAME_BYTES, self._end - self._at)
         if size == 0:
             return None
-        return asyncio.ensure_future(self._store.runtime.in_thread(self._disk.read, self._fd, size, self._at))
+        return asyncio.ensure_future(self._store.runtime.in_thread(self._take, size, self._at))
+
+    def _take(self, size_bytes: int, offset: int) -> bytes:
+        frame = self._disk.read(self._fd, size_bytes, offset)
+        if self._hasher is not None:
+            self._hasher.update(frame)
+        return frame
 
 
 def _parse(kind: type[M], data: bytes) -> M:

@@ -8,23 +8,53 @@ the bytes) and close on exec.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import stat
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvstore.core.errors import Corrupt, KvError, NoSpace, NotFound, Overloaded, Unavailable
+from kvstore.core.errors import Corrupt, KvError, NoSpace, Overloaded, Unavailable
 
 PAGE_BYTES = 4096
 _COPY_UNSUPPORTED = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 _COPY_BYTES = 1 << 20
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+_NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV)
+"""What open says to links, sockets and devices; of a regular file the last two mean that its drive is gone."""
 FATAL_ERRNOS = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.EUCLEAN, errno.ESHUTDOWN)
 """After one of these a drive is not trusted any more: its volume goes out of service."""
+
+
+class NotAFile(OSError):
+    """A pipe, socket, device, directory or link lies where a file belongs."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(errno.EINVAL, "not a regular file", path)
+
+
+class Stamp(NamedTuple):
+    """What changes when a file is written to, or another one takes its place.
+
+    The kernel sets the ctime, nobody else can. From Linux 6.13 on it moves with every change that somebody could have
+    missed; before, a change within the same tick (4 ms) as the stamp hides.
+    """
+
+    device: int
+    inode: int
+    size_bytes: int
+    mtime_ns: int
+    ctime_ns: int
 
 
 class FileState(NamedTuple):
     size_bytes: int
     allocated_bytes: int
     mtime_ns: int
+    stamp: Stamp
+
+    def is_same_file(self, other: FileState) -> bool:
+        return self.stamp[:2] == other.stamp[:2]
 
     @property
     def used_bytes(self) -> int:
@@ -41,7 +71,21 @@ class Disk:
     """The real one."""
 
     def open_read(self, path: str) -> int:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        """Raises NotAFile for what is none; never waits for the other end of a pipe."""
+        try:
+            fd = os.open(path, _READ | os.O_NONBLOCK)
+        except BlockingIOError:
+            # A probe (`lease`) has the file for some µs: only a regular file has leases, and this waits it out.
+            fd = os.open(path, _READ)
+        except OSError as error:
+            if error.errno in _NO_FILE and not stat.S_ISREG(os.lstat(path).st_mode):
+                raise NotAFile(path) from None
+            raise
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise NotAFile(path)
+        fcntl.fcntl(fd, fcntl.F_SETFL, 0)  # with O_NONBLOCK io_uring would answer its receiver with EAGAIN
+        return fd
 
     def create(self, path: str) -> int:
         """A new file, open for reading and writing. Mode 0600: nobody but its receiver gets at it."""
@@ -137,15 +181,15 @@ class Disk:
 
 
 def _file_state(state: os.stat_result) -> FileState:
-    return FileState(state.st_size, state.st_blocks * 512, state.st_mtime_ns)
+    size, mtime_ns = state.st_size, state.st_mtime_ns
+    stamp = Stamp(state.st_dev, state.st_ino, size, mtime_ns, state.st_ctime_ns)
+    return FileState(size, state.st_blocks * 512, mtime_ns, stamp)
 
 
 def disk_error(error: OSError, where: str) -> KvError:
-    """What a caller is told of a failed system call."""
+    """What a caller is told of a failed system call. Never NotFound: only readers know of a miss."""
     text = f"{where}: {error.strerror}"
     match error.errno:
-        case errno.ENOENT:
-            return NotFound(text, reason="no_replica")
         case errno.ENOSPC | errno.EDQUOT:
             return NoSpace(f"{text}; the disk's other users filled it below the volume's capacity")
         case errno.EMFILE | errno.ENFILE | errno.ENOMEM:

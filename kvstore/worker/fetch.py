@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from kvstore.core.errors import Corrupt, KvError, NoSpace, NotFound, Overloaded, Stale, Timeout, Unavailable
 from kvstore.core.limits import CONNECT_TIMEOUT_S, MIB, fetch_timeout_s, open_timeout_s
@@ -28,6 +28,8 @@ SCRATCH_BYTES = 256 * MIB
 """Memory for fetched blocks that no volume has room for; they live as long as somebody has them open."""
 ROOM_WAIT_FOR_READER_S = 1.0
 """A reader waits no longer for room to keep the block: it can be served without."""
+_REASONS = ("corrupt", "timeout", "unavailable", "stale", "no_replica")
+"""Why a replica could not be read; those that somebody should look into come first."""
 IDLE_TIMEOUT_S = 2.0
 """Between two frames of a peer that has begun to send."""
 
@@ -59,17 +61,19 @@ class Fetcher:
         self._flights: dict[Address, _Flight] = {}
         self._scratch_bytes = 0
 
-    async def fetch(self, address: Address, replicas: Sequence[Replica]) -> int:
-        """A fresh read-only fd of the block, which now is here or in the scratch share.
+    async def fetch(
+        self, address: Address, replicas: Sequence[Replica], open_block: Callable[[Block], Awaitable[int]]
+    ) -> int:
+        """A fresh read-only fd of the block, which now is in the scratch share or here, where `open_block` opens it.
 
-        Raises NotFound when no replica has it, else what the last one failed with; never NoSpace.
+        Raises NotFound when no replica has it, else what tells most of what they failed with; never NoSpace.
         """
         if address.length_bytes > self._staging.max_block_bytes:
             raise NotFound(f"{address}: larger than any block", reason="no_replica")
         flight = self._flights.get(address) or self._start(address, replicas)
         flight.waiting += 1
         try:
-            return await self._open(await asyncio.shield(flight.task))
+            return await self._open(await asyncio.shield(flight.task), open_block)
         finally:
             flight.waiting -= 1
             if flight.waiting == 0 and flight.task.done():
@@ -93,13 +97,13 @@ class Fetcher:
         if isinstance(scratch_fd, int):
             self._held.add(scratch_fd, lambda: self._free_scratch(address.length_bytes))
 
-    async def _open(self, result: Block | int) -> int:
+    async def _open(self, result: Block | int, open_block: Callable[[Block], Awaitable[int]]) -> int:
         try:
-            if isinstance(result, int):
-                return self._disk.reopen_read(result)
-            return await self._store.runtime.in_thread(self._disk.open_read, result.path)
+            return self._disk.reopen_read(result) if isinstance(result, int) else await open_block(result)
         except OSError as error:
             raise Unavailable(f"opening the fetched block: {error.strerror}") from None
+        except NotFound as error:
+            raise Unavailable(f"the fetched block went at once: {error.message}") from None
 
     async def _run(self, address: Address, replicas: Sequence[Replica]) -> Block | int:
         try:
@@ -142,10 +146,11 @@ class Fetcher:
         async with self._staging.private(address.length_bytes, ROOM_WAIT_FOR_READER_S, memory=True) as (staged, sink):
             try:
                 await self._stream(peer, address, sink)
+                state = sink.state()
             except OSError as error:
                 raise self._store.explain(staged.volume, error, "writing a fetched block") from None
             known = self._store.get(address.block)
-            return known if known is not None else await self._sealer.install_replica(staged, address)
+            return known if known is not None else await self._sealer.install_replica(staged, address, state)
 
     async def _receive_to_scratch(self, peer: Peer, address: Address) -> int:
         if self._scratch_bytes + address.length_bytes > SCRATCH_BYTES:
@@ -203,9 +208,18 @@ class Fetcher:
 
 
 def _verdict(address: Address, failures: Sequence[KvError]) -> KvError:
-    """The one error for the caller: NotFound when every replica said so, else what is worth trying elsewhere."""
+    """The one error for the caller, of the kind and with the reason of the failure that tells most.
+
+    NotFound when every replica said that it has not got it, else what is worth trying elsewhere.
+    """
     text = f"{address}: no replica could be read" + "".join(f"; {failure}" for failure in failures)
-    for failure in failures:
-        if not isinstance(failure, NotFound | Stale):
-            return type(failure)(text, reason=failure.reason, fault=failure.fault)
-    return NotFound(text, reason="no_replica")
+    if not failures:
+        return NotFound(text, reason="no_replica")
+    worst = min(failures, key=_rank)  # the first of equals
+    kind = NotFound if isinstance(worst, Stale) else type(worst)
+    return kind(text, reason=worst.reason, fault=worst.fault)
+
+
+def _rank(failure: KvError) -> int:
+    """Damage before silence before absence; what is none of these (Overloaded, Denied) before absence too."""
+    return _REASONS.index(failure.reason) if failure.reason in _REASONS else _REASONS.index("unavailable")

@@ -81,6 +81,11 @@ class Heart:
     def _in_touch(self) -> bool:
         return self._registered.is_set() and not self._complaint
 
+    @property
+    def complaint(self) -> str:
+        """Why the last call failed, as the master or the transport put it; "" after one that did not."""
+        return self._complaint
+
     def register_again(self) -> None:
         """The master does not know us (any more): register at the next tick."""
         self._registered.clear()
@@ -133,7 +138,7 @@ class Heart:
     def _complain(self, text: str) -> None:
         """Each new trouble once, and its end."""
         if text and text != self._complaint:
-            log.warning("no heartbeat reached the master: %s; trying on", text)
+            log.warning("not in touch with the master: %s; trying on", text)
         elif not text and self._complaint:
-            log.info("the master answers again")
+            log.info("in touch with the master again")
         self._complaint = text

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from kvstore.runtime import Runtime
 from kvstore.worker import lease
-from kvstore.worker.disk import Disk
+from kvstore.worker.disk import Disk, NotAFile
 from kvstore.worker.lease import Holders
 
 PROBE_INTERVAL_S = 0.25
@@ -69,6 +69,9 @@ def unlink_watched(disk: Disk, path: str) -> int | None:
     try:
         fd = disk.open_read(path)
     except FileNotFoundError:
+        return None
+    except NotAFile:
+        disk.unlink(path)
         return None
     try:
         disk.unlink(path)

@@ -30,6 +30,8 @@ class Identity(msgspec.Struct, array_like=True, frozen=True):
     """A master with a lower sequence was met: nothing is collected until an operator accepts it."""
     boots: tuple[int, ...] = ()
     """Boots of this worker that are not over, the newest last: only these go into its fences."""
+    incarnation: int = 0
+    """Of the start of the master that has shown `sequence`; 0: not known, it was a master of before they had one."""
 
 
 def encode(identity: Identity) -> bytes:

@@ -13,7 +13,6 @@ import uvloop
 
 from kvstore import __version__
 from kvstore.config import Config, HostPort, WorkerConfig
-from kvstore.core.errors import Unavailable
 from kvstore.obs import notify
 from kvstore.obs.http import HttpServer, Route, health_routes
 from kvstore.obs.http import serve as http_serve
@@ -21,7 +20,7 @@ from kvstore.obs.metrics import Metrics
 from kvstore.runtime import SystemRuntime
 from kvstore.worker import metrics as worker_metrics
 from kvstore.worker.disk import Disk
-from kvstore.worker.worker import Settings, VolumeSettings, Worker, open_volumes
+from kvstore.worker.worker import Settings, VolumeSettings, Worker, open_volumes, start_error
 
 log = logging.getLogger(__name__)
 JOIN_WAIT_S = 2.0
@@ -61,14 +60,18 @@ async def _start(worker: Worker) -> None:
     try:
         await worker.start()
     except OSError as error:
-        raise Unavailable(f"{worker.settings.socket}: cannot listen there: {error.strerror}") from None
+        raise start_error(error, f"worker.socket: {worker.settings.socket}") from None
     try:
         async with asyncio.timeout(JOIN_WAIT_S):
             await worker.joined.wait()
     except TimeoutError:
-        log.warning("no master at %s yet; trying on", ",".join(worker.settings.master))
+        log.warning("not registered with a master yet (%s); trying on", worker.complaint or _silent(worker))
     log.info("worker %s is ready at %s and %s", worker.settings.node, worker.endpoint, worker.settings.socket)
     notify.ready(endpoint=worker.endpoint, http=worker.settings.http, socket=worker.settings.socket)
+
+
+def _silent(worker: Worker) -> str:
+    return f"no answer from {','.join(worker.settings.master)}"
 
 
 async def _until_stopped(worker: Worker, stopped: asyncio.Event) -> None:
@@ -93,7 +96,12 @@ def _alive(worker: Worker) -> Callable[[], str | None]:
 
 
 def _ready(worker: Worker) -> Callable[[], str | None]:
-    return lambda: None if worker.joined.is_set() else "no master has been met yet"
+    def problem() -> str | None:
+        if worker.joined.is_set():
+            return None
+        return f"not registered with a master: {worker.complaint or _silent(worker)}"
+
+    return problem
 
 
 def _on_signals() -> asyncio.Event:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvstore.core.errors import Denied, InvalidRequest
+from kvstore.core.types import Seen
 from kvstore.runtime import Runtime
 from kvstore.worker.fences import Fences
 from kvstore.worker.identity import MAX_BOOTS
@@ -21,8 +22,10 @@ class Membership:
     """
     cluster      the only cluster obeyed, "" until the first master was met
     sequence     the highest durable one that its master has shown
-    rolled_back  a lower one was shown since: the master lost state, nothing is unlinked by its word until an operator
-    accepts it
+    rolled_back  a lower one was shown since, or the master found that it lacks what was seen here: it lost state,
+                 nothing is unlinked by its word until an operator accepts it
+    judge        incarnation of the master that has registered us, 0 before: another start of it has to judge anew what
+                 was seen here, before its word counts
     """
 
     def __init__(self, volumes: Sequence[Volume]) -> None:
@@ -34,6 +37,12 @@ class Membership:
         self._old_boots = tuple(dict.fromkeys(boot for v in volumes for boot in v.identity.boots))
         self.sequence = max(v.identity.sequence for v in volumes)
         self.rolled_back = any(v.identity.rolled_back for v in volumes)
+        self.judge = 0
+        self._at: Seen | None = None
+        """What is true of all volumes; until a master has taken us, each keeps what it has seen itself."""
+        self._found = tuple(
+            {Seen(v.identity.incarnation, v.identity.sequence) for v in volumes if v.identity.incarnation}
+        )
         if self.rolled_back:
             log.error(
                 "the master was rolled back earlier: nothing is collected by its word (--accept-rollback ends this)"
@@ -44,9 +53,27 @@ class Membership:
         """Whether the master's word is enough to unlink a block."""
         return not self.rolled_back
 
+    @property
+    def seen(self) -> Sequence[Seen]:
+        """What the master has to judge at the registration."""
+        if self._at is None:
+            return self._found
+        return (self._at,) if self._at.incarnation else ()
+
     def accept_rollback(self) -> None:
         """The operator says that the master's state is the one to go by."""
-        self.rolled_back, self.sequence = False, 0
+        self.rolled_back, self.sequence, self._at = False, 0, Seen(0, 0)
+
+    def is_judge(self, incarnation: int) -> bool:
+        """Whether a reply comes from the start of the master that has registered us; 0 is of one that does not say."""
+        return incarnation in (0, self.judge)
+
+    def registered(self, incarnation: int, cluster: str, sequence: int, known: int, *, rolled_back: bool) -> None:
+        """The reply to a registration. Raises Denied like `meet`."""
+        if rolled_back and not self.rolled_back:
+            self._distrust("lacks what this worker has seen of it")
+        self.judge = incarnation
+        self.meet(cluster, sequence, known)
 
     def meet(self, cluster: str, sequence: int, known: int) -> None:
         """A reply of the master; `known` is what `sequence` here was when the request left. Raises Denied for a
@@ -59,15 +86,18 @@ class Membership:
             )
         self.cluster = cluster
         if sequence < known and not self.rolled_back:
-            log.error(
-                "the master is at sequence %d and was at %d: it lost state. Nothing is collected from now on; "
-                "restore its data, or start the worker with --accept-rollback",
-                sequence,
-                known,
-            )
-            self.rolled_back = True
+            self._distrust(f"is at sequence {sequence} and was at {known}")
         if not self.rolled_back:
             self.sequence = max(self.sequence, sequence)
+            self._at = Seen(self.judge, self.sequence)
+
+    def _distrust(self, why: str) -> None:
+        log.error(
+            "the master %s: it lost state. Nothing is collected from now on; restore its data, or start the worker "
+            "with --accept-rollback",
+            why,
+        )
+        self.rolled_back = True
 
     async def save(self, runtime: Runtime, store: Store, fences: Fences) -> None:
         """Bring the identities of all volumes up to date, durably."""
@@ -75,12 +105,14 @@ class Membership:
         old = (boot for boot, _ in fences) if store.scanned.is_set() else self._old_boots
         boots = tuple(boot for boot in old if boot != fences.boot)[-MAX_BOOTS:]
         for volume in store.in_service:
+            at = self._at or Seen(volume.identity.incarnation, volume.identity.sequence)
             wanted = msgspec.structs.replace(
                 volume.identity,
                 cluster=self.cluster,
-                sequence=self.sequence,
+                sequence=at.sequence,
                 rolled_back=self.rolled_back,
                 boots=(*boots, fences.boot),
+                incarnation=at.incarnation,
             )
             if wanted != volume.identity:
                 try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from kvstore.core.errors import Corrupt, KvError, NotFound, Timeout
+from kvstore.core.errors import Corrupt, KvError, NotFound, Timeout, Unavailable
 from kvstore.core.limits import open_timeout_s
 from kvstore.core.types import Address, Replica
 from kvstore.worker.block import Block
@@ -14,6 +14,9 @@ from kvstore.worker.disk import Disk
 from kvstore.worker.fetch import Fetcher
 from kvstore.worker.store import Store
 from kvstore.worker.verify import Verifier
+
+VERIFY_TRIES = 2
+"""Of a file that was changed while, or right after, it was read."""
 
 
 class OpenBlock(NamedTuple):
@@ -33,17 +36,13 @@ class Opener:
     def open_now(self, address: Address) -> OpenBlock | None:
         """The hot path: a block that is here, verified and in memory. No await, no thread. Raises Stale."""
         block = self._store.find(address)
-        if block is None or not block.verified:
+        if block is None or block.stamp is None:
             return None
         try:
             fd = self._disk.open_read(block.path)
         except OSError:
             return None  # the slow path finds out what it was
-        try:
-            is_good = self._verifier.is_good(block, fd)
-        except OSError:
-            is_good = False
-        if not is_good:
+        if not self._verifier.is_good(block, fd):
             self._disk.close(fd)
             return None
         return self._opened(block, fd)
@@ -67,13 +66,13 @@ class Opener:
         block = await self._find(address)
         if block is not None:
             try:
-                return await self._open_here(block)
+                return self._opened(block, await self._open_good(block))
             except (Corrupt, NotFound) as error:
                 failure = error
         self._store.miss(address)
         if not replicas:
             raise failure
-        return OpenBlock(await self._fetcher.fetch(address, replicas), local=False)
+        return OpenBlock(await self._fetcher.fetch(address, replicas, self._open_good), local=False)
 
     async def _find(self, address: Address) -> Block | None:
         block = self._store.find(address)
@@ -81,28 +80,35 @@ class Opener:
             block = await self._store.adopt(address)
         return block
 
-    async def _open_here(self, block: Block) -> OpenBlock:
-        """Verify unless it is good as it is, then open."""
+    async def _open_good(self, block: Block) -> int:
+        """An fd of a file that is good as it is, else of the one that was verified: what lies under its name may change
+        in between.
+        """
         async with asyncio.timeout(open_timeout_s(block.address.length_bytes)):
-            if not block.verified or not await self._is_resident(block):
+            is_enough = self._verifier.is_good
+            for _ in range(1 + VERIFY_TRIES):
+                fd = await self._open_file(block)
+                if fd is not None and is_enough(block, fd):
+                    return fd
+                if fd is not None:
+                    self._disk.close(fd)
                 await self._verifier.verify(block)
-            fd = await self._open_file(block)
-        return self._opened(block, fd)
+                is_enough = self._verifier.is_same
+        raise Unavailable(f"{block.path}: changes while it is read; find out who writes there")
 
-    async def _is_resident(self, block: Block) -> bool:
-        fd = await self._open_file(block)
-        try:
-            return self._verifier.is_good(block, fd)
-        finally:
-            self._disk.close(fd)
-
-    async def _open_file(self, block: Block) -> int:
+    async def _open_file(self, block: Block) -> int | None:
         try:
             return await self._store.runtime.in_thread(self._disk.open_read, block.path)
-        except OSError as error:
-            if isinstance(error, FileNotFoundError):
-                self._verifier.vanished(block)
-            raise self._store.explain(block.volume, error, f"opening {block.address}") from None
+        except OSError:
+            return None  # verifying finds out what it was
+
+    async def doubt(self, address: Address) -> NoReturn:
+        """Somebody read other bytes than the hash says: verify the block, whatever is known of it. Raises Corrupt."""
+        block = self._store.get(address.block)
+        if block is not None and block.address == address:
+            block.stamp = None
+            await self._verifier.verify(block)
+        raise Corrupt(f"{address}: other bytes than its hash says were read; try again")
 
     def _opened(self, block: Block, fd: int) -> OpenBlock:
         self._store.touch(block)

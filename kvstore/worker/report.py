@@ -44,6 +44,9 @@ class Listener(Protocol):
 
     def on_verdicts(self, verdicts: Sequence[tuple[BlockId, m.Verdict.ValueType]]) -> None: ...
 
+    def is_judge(self, incarnation: int) -> bool:
+        """Whether the master that answers is the one that has registered us: nothing else of it counts before."""
+
     def on_report(self, reply: m.ReportReply, known_sequence: int) -> None:
         """Commands, cluster and sequence of any reply."""
 
@@ -161,7 +164,9 @@ class Reporter:
         reply = await self._link.call(REPORT, message.request, REPORT_TIMEOUT_S)
         if self._unanswered is not message:
             return  # registered anew meanwhile: numbers have begun again
-        if reply.gap:
+        if not self._listener.is_judge(reply.incarnation):
+            pass  # its verdicts wait for the next registration, and so does the message
+        elif reply.gap:
             self._forget_unanswered()
             self._number = reply.next_report
             self.tell_all() if reply.next_report else self.unregistered()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+from kvstore.config.units import format_size
 from kvstore.core.errors import NoSpace, Unavailable
 from kvstore.worker.disk import disk_bytes
 from kvstore.worker.evict import Evictor
@@ -93,8 +94,16 @@ class Room:
     def _no_space(self, size_bytes: int, volumes: Sequence[Volume]) -> NoSpace:
         each = "; ".join(f"{v.path}: {v.books.describe()}" for v in volumes)
         return NoSpace(
-            f"no room for {size_bytes} bytes and nothing to evict ({each}); retry later or raise the capacity"
+            f"no room for {format_size(size_bytes)} and nothing to evict: {each}; retry later or "
+            f"{_advice(size_bytes, volumes)}"
         )
+
+
+def _advice(size_bytes: int, volumes: Sequence[Volume]) -> str:
+    """What would help: a larger capacity does not where the disk ends before it."""
+    if all(v.books.is_disk_full and size_bytes <= v.books.capacity for v in volumes):
+        return "free some of the disk: its free_floor, not the capacity, is reached"
+    return "raise the capacity"
 
 
 async def _no_look(volume: Volume) -> None:

@@ -10,7 +10,7 @@ from kvstore.core.types import Address, BlockId
 from kvstore.worker import lease
 from kvstore.worker.background import Background
 from kvstore.worker.block import Block
-from kvstore.worker.disk import Disk, FileState
+from kvstore.worker.disk import Disk, FileState, Stamp
 from kvstore.worker.filehash import hash_file
 from kvstore.worker.lease import Holders
 from kvstore.worker.staging import PRIVATE, Staged, Staging
@@ -47,16 +47,21 @@ class Sealer:
         staged.busy = True
         return await self._background.run(self._claimed(staged, None, keep=True))
 
-    async def install(self, staged: Staged, session: int, address_hash: int, length_bytes: int) -> Block:
-        """A private file whose bytes the worker itself has written and hashed becomes a block of a new id."""
-        staged.busy = True
-        block = self._store.fences.mint()
-        return await self._background.run(self._rename(staged, Address(block, length_bytes, address_hash), session))
+    async def install(
+        self, staged: Staged, session: int, address_hash: int, length_bytes: int, state: FileState
+    ) -> Block:
+        """A private file whose bytes the worker itself has written and hashed becomes a block of a new id.
 
-    async def install_replica(self, staged: Staged, address: Address) -> Block:
+        `state`: of the file that was hashed.
+        """
+        staged.busy = True
+        address = Address(self._store.fences.mint(), length_bytes, address_hash)
+        return await self._background.run(self._rename(staged, address, session, state))
+
+    async def install_replica(self, staged: Staged, address: Address, state: FileState) -> Block:
         """A private file that holds a block fetched from a peer takes its place here."""
         staged.busy = True
-        return await self._background.run(self._rename(staged, address, PRIVATE))
+        return await self._background.run(self._rename(staged, address, PRIVATE, state))
 
     async def _claimed(self, staged: Staged, claim: Claim | None, *, keep: bool) -> Block:
         try:
@@ -77,7 +82,8 @@ class Sealer:
             if keep or not await self._nobody_writes(fd):
                 return await self._copied(staged, fd, keep)
             state = self._checked(fd)
-            return await self._rename(staged, await self._address(staged, fd, state, claim), staged.session)
+            address = await self._address(staged, fd, state, claim)
+            return await self._rename(staged, address, staged.session, state)
         finally:
             self._disk.close(fd)
 
@@ -123,15 +129,17 @@ class Sealer:
                 raise self._store.explain(copy.volume, error, "copying a staging file") from None
             if length == 0:
                 self._checked(fd)
+            state = sink.state()
             digest = await self._hash(copy, sink.fd, length)
-            block = await self.install(copy, staged.session, digest, length)
+            block = await self.install(copy, staged.session, digest, length, state)
         if not keep:
             await self._staging.drop(staged)
         return block
 
-    async def _rename(self, staged: Staged, address: Address, session: int) -> Block:
+    async def _rename(self, staged: Staged, address: Address, session: int, state: FileState) -> Block:
+        target = staged.volume.block_path(address)
         try:
-            await self._store.runtime.in_thread(self._disk.rename, staged.path, staged.volume.block_path(address))
+            stamp = await self._store.runtime.in_thread(self._move, staged, target, state)
         except OSError as error:
             self._give_up(address.block)
             staged.busy = False
@@ -139,7 +147,18 @@ class Sealer:
         self._staging.became_block(staged, address.length_bytes)
         if session != PRIVATE:
             self._store.counters.written_bytes += address.length_bytes
-        return self._store.add(address, staged.volume, session, verified=True)
+        return self._store.add(address, staged.volume, session, stamp)
+
+    def _move(self, staged: Staged, target: str, hashed: FileState) -> Stamp | None:
+        """Rename it. Returns its stamp from then on (a rename sets the ctime); None, to be verified at its first use,
+        when it is not in the state that was hashed any more.
+        """
+        staged.volume.with_directories(lambda: self._disk.rename(staged.path, target))
+        try:
+            moved = self._disk.stat(target)
+        except OSError:
+            return None
+        return moved.stamp if moved.stamp[:-1] == hashed.stamp[:-1] else None
 
     def _give_up(self, block: BlockId) -> None:
         if self._store.get(block) is None:

@@ -6,7 +6,7 @@ import asyncio
 
 from kvstore.core.hashing import BlockHasher
 from kvstore.runtime import Runtime
-from kvstore.worker.disk import Disk
+from kvstore.worker.disk import Disk, FileState
 
 
 class Sink:
@@ -23,6 +23,10 @@ class Sink:
     @property
     def length_bytes(self) -> int:
         return self._hasher.length_bytes
+
+    def state(self) -> FileState:
+        """Of the file, as it is now. Raises OSError."""
+        return self._disk.fstat(self.fd)
 
     def digest(self) -> int:
         """The block hash of what was written; ask once, at the end."""

@@ -85,11 +85,12 @@ class Staging:
         staged = Staged(session, self._store.runtime.random_u64(), volume, disk_bytes(size_bytes))
         self._by_session.setdefault(session, {})[staged.handle] = staged
         try:
-            return Opened(staged, await self._store.runtime.in_thread(self._disk.create, staged.path))
+            fd = await self._store.runtime.in_thread(volume.with_directories, lambda: self._disk.create(staged.path))
         except OSError as error:
             self._forget(staged)
             volume.books.give_back(staged.counted)
             raise self._store.explain(volume, error, "making a staging file") from None
+        return Opened(staged, fd)
 
     @contextlib.asynccontextmanager
     async def private(
@@ -156,10 +157,13 @@ class Staging:
         staged.volume.books.settle(staged.counted, disk_bytes(length_bytes))
 
     async def look(self, volume: Volume) -> None:
-        """Bring the books of a volume up to what its files really take and its disk really has."""
+        """Bring the books of a volume up to what its files really take and its disk really has.
+
+        A volume that was removed or replaced goes out of service.
+        """
         files = [s for s in self._all() if s.volume is volume and not s.busy]
         try:
-            free, actual = await self._store.runtime.in_thread(self._look, volume.path, [s.path for s in files])
+            free, actual = await self._store.runtime.in_thread(self._look, volume, [s.path for s in files])
         except OSError as error:
             self._store.explain(volume, error, "looking at its files")
             return
@@ -171,14 +175,15 @@ class Staging:
                 unwritten += staged.counted - size
         volume.books.look(free, unwritten)
 
-    def _look(self, path: str, files: Iterable[str]) -> tuple[int, list[int]]:
+    def _look(self, volume: Volume, files: Iterable[str]) -> tuple[int, list[int]]:
+        volume.check()
         sizes = []
         for file in files:
             try:
                 sizes.append(self._disk.stat(file).used_bytes)
             except FileNotFoundError:
                 sizes.append(0)
-        return self._disk.free_bytes(path), sizes
+        return self._disk.free_bytes(volume.path), sizes
 
     async def restore(self) -> None:
         """Before anything is served: files of earlier starts. A session may come back for its own; the worker's own

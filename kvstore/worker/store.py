@@ -16,7 +16,7 @@ from kvstore.core.types import TIERS, Address, BlockId
 from kvstore.runtime import Runtime
 from kvstore.worker.block import FOUND, Block
 from kvstore.worker.counters import Counters
-from kvstore.worker.disk import FATAL_ERRNOS, disk_error
+from kvstore.worker.disk import FATAL_ERRNOS, Stamp, disk_error
 from kvstore.worker.fences import Fences
 from kvstore.worker.volume import Volume
 
@@ -67,9 +67,9 @@ class Store:
     def coldest(self, volume: Volume) -> Iterator[Block]:
         return iter(self._by_volume[volume.id].values())
 
-    def add(self, address: Address, volume: Volume, session: int, *, verified: bool) -> Block:
+    def add(self, address: Address, volume: Volume, session: int, stamp: Stamp | None) -> Block:
         """A file was renamed to its address. Its bytes are already in the books."""
-        block = Block(address, volume, session, self.runtime.monotonic_s(), verified=verified)
+        block = Block(address, volume, session, self.runtime.monotonic_s(), stamp=stamp)
         self._blocks[block.id] = self._by_volume[volume.id][block.id] = self.unowned[block.id] = block
         self.on_change(block.id)
         return block
@@ -106,7 +106,7 @@ class Store:
             self.on_change(address.block)
 
     def explain(self, volume: Volume, error: OSError, what: str) -> KvError:
-        """The error for the caller; a drive that failed takes its volume out of service."""
+        """The error for the caller; a drive that failed, or is gone, takes its volume out of service."""
         if error.errno in FATAL_ERRNOS:
             self.fail(volume, f"{what}: {error.strerror}")
         return disk_error(error, f"{volume.path}: {what}")
@@ -144,7 +144,7 @@ class Store:
         # An id twice on one worker (a copy between tiers that a crash cut short) counts where it was seen first.
 
     def _adopt(self, volume: Volume, address: Address) -> Block:
-        block = self.add(address, volume, FOUND, verified=False)
+        block = self.add(address, volume, FOUND, None)
         volume.books.blocks += block.used_bytes
         return block
 

@@ -123,12 +123,13 @@ class Verbs:
             return error
 
     def _opened(self, request: sp.Open, blocks: Sequence[OpenBlock | KvError]) -> Answer:
-        """`codes` and `local` have a value per block; `errors` and `faults` one per block that failed."""
+        """`codes` and `local` have a value per block; `errors`, `faults` and `reasons` one per block that failed."""
         errors = [b for b in blocks if isinstance(b, KvError)]
         body = sp.Opened(
             codes=[b.code if isinstance(b, KvError) else 0 for b in blocks],
             errors=[error.message for error in errors],
             faults=[error.fault or "" for error in errors],
+            reasons=[error.reason for error in errors],
             local=[isinstance(b, OpenBlock) and b.local for b in blocks],
         )
         lengths = (address[2] for address, code in zip(request.addresses, body.codes, strict=True) if code == 0)

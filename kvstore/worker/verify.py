@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from kvstore.core.errors import Corrupt
+from kvstore.core.errors import Corrupt, NotFound
 from kvstore.core.types import BlockId
 from kvstore.pagecache import Residency
 from kvstore.runtime import Runtime
 from kvstore.worker.background import Background
 from kvstore.worker.block import Block
-from kvstore.worker.disk import Disk
+from kvstore.worker.disk import Disk, NotAFile, Stamp
 from kvstore.worker.filehash import hash_file
 from kvstore.worker.store import Store
 
@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 
 
 class Verifier:
-    """Verifies a block once after a start, and again when its pages were dropped from memory; once for all who wait."""
+    """Verifies a block once after a start, and again when its file changed or its pages were dropped from memory; once
+    for all who wait.
+    """
 
     def __init__(self, runtime: Runtime, store: Store, disk: Disk, background: Background) -> None:
         self._runtime, self._store, self._disk, self._background = runtime, store, disk, background
@@ -28,8 +30,14 @@ class Verifier:
 
     def is_good(self, block: Block, fd: int) -> bool:
         """Whether this open of the block may be handed out as it is: about 3 µs, no thread."""
-        length = block.address.length_bytes
-        return block.verified and self._disk.fstat(fd).size_bytes == length and self._residency.is_whole(fd, length)
+        return self.is_same(block, fd) and self._residency.is_whole(fd, block.address.length_bytes)
+
+    def is_same(self, block: Block, fd: int) -> bool:
+        """Whether this is the file that was hashed, as it was then. False for one that cannot be asked."""
+        try:
+            return block.stamp is not None and self._disk.fstat(fd).stamp == block.stamp
+        except OSError:
+            return False
 
     async def verify(self, block: Block) -> None:
         """Read and hash the block. Raises Corrupt when it is not what its name says (it is then in quarantine),
@@ -43,24 +51,30 @@ class Verifier:
 
     async def _verify(self, block: Block) -> None:
         try:
-            is_right = await self._is_right(block)
+            stamp = await self._hashed(block)
         except FileNotFoundError as error:
             self.vanished(block)
-            raise self._store.explain(block.volume, error, f"opening {block.address}") from None
+            raise gone(block, error) from None
         except OSError as error:
             raise self._store.explain(block.volume, error, f"reading {block.address}") from None
-        if not is_right:
+        if stamp is None:
             await self._quarantine(block)
             raise Corrupt(f"{block.address}: its bytes differ from its hash; it is in quarantine now")
-        block.verified = True
+        block.stamp = stamp
 
-    async def _is_right(self, block: Block) -> bool:
+    async def _hashed(self, block: Block) -> Stamp | None:
+        """The file's stamp from before it was read, so that a change while it is read shows; None for wrong bytes."""
         address = block.address
-        fd = await self._runtime.in_thread(self._disk.open_read, block.path)
         try:
-            if self._disk.fstat(fd).size_bytes != address.length_bytes:
-                return False
-            return await hash_file(self._runtime, self._disk, fd, address.length_bytes) == address.hash
+            fd = await self._runtime.in_thread(self._disk.open_read, block.path)
+        except NotAFile:
+            return None
+        try:
+            state = self._disk.fstat(fd)
+            if state.size_bytes != address.length_bytes:
+                return None
+            digest = await hash_file(self._runtime, self._disk, fd, address.length_bytes)
+            return state.stamp if digest == address.hash else None
         finally:
             self._disk.close(fd)
 
@@ -79,11 +93,19 @@ class Verifier:
         self._store.counters.corruptions += 1
         self._store.forget(block)
         try:
-            await self._runtime.in_thread(self._disk.rename, block.path, volume.quarantine_path(name))
+            await self._runtime.in_thread(volume.set_aside, block.path, name)
             kept = await self._runtime.in_thread(volume.trim_quarantine)
+        except FileNotFoundError:
+            volume.books.free_block(block.used_bytes)  # somebody was faster
+            return
         except OSError as error:
             self._store.explain(volume, error, "moving a corrupt block to quarantine")
             return
         volume.books.blocks -= block.used_bytes
         volume.books.quarantine = kept
         self._store.on_free()
+
+
+def gone(block: Block, error: OSError) -> NotFound:
+    """What a reader is told when the file of a block is not there."""
+    return NotFound(f"{block.path}: {error.strerror}", reason="no_replica")

@@ -11,10 +11,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import logging
 import os
-from typing import NamedTuple
+import threading
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 from kvstore.core.errors import InvalidRequest, Unavailable
 from kvstore.core.types import Address
@@ -24,6 +28,7 @@ from kvstore.worker.disk import Disk, disk_bytes
 from kvstore.worker.identity import Identity
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 FAN_OUT = [f"{i:02x}" for i in range(256)]
 MAX_QUARANTINED = 8
 MAX_IDENTITY_BYTES = 64 << 10
@@ -49,6 +54,8 @@ class Volume:
         self.identity = identity
         self.failed = ""
         self._lock_fd = lock_fd
+        self._identity_fd = disk.open_read(f"{path}/identity")
+        self._guard = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<Volume {self.id:016x} {self.tier} {self.path}>"
@@ -73,8 +80,45 @@ class Volume:
 
     def write_identity(self, identity: Identity) -> None:
         """Durable when it returns. Blocks; raises OSError."""
-        self.disk.replace_durably(f"{self.path}/identity", identities.encode(identity))
-        self.identity = identity
+        with self._guard:
+            self._check()  # never over the identity of another volume
+            self.disk.replace_durably(f"{self.path}/identity", identities.encode(identity))
+            before, self._identity_fd = self._identity_fd, self.disk.open_read(f"{self.path}/identity")
+            self.disk.close(before)
+            self.identity = identity
+
+    def check(self) -> None:
+        """Raises OSError (ENODEV) when the directory was removed, or another one lies in its place. Blocks."""
+        with self._guard:
+            self._check()
+
+    def _check(self) -> None:
+        for name, fd in (("lock", self._lock_fd), ("identity", self._identity_fd)):
+            path = f"{self.path}/{name}"
+            try:
+                there = self.disk.stat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                raise OSError(errno.ENODEV, f"{name} was removed: the volume is gone", path) from None
+            if not there.is_same_file(self.disk.fstat(fd)):
+                raise OSError(errno.ENODEV, f"{name} is not the file that was opened: another volume is there", path)
+
+    def with_directories(self, write: Callable[[], T]) -> T:
+        """`write()`; when one of the directories was removed under it, make them anew and try once more. Blocks."""
+        try:
+            return write()
+        except FileNotFoundError:
+            self.check()
+            log.warning("%s: directories were removed while the worker runs; making them anew", self.path)
+            self.make_directories()
+            return write()
+
+    def make_directories(self) -> None:
+        for name in ("staging", "quarantine", *(f"blocks/{part}" for part in FAN_OUT)):
+            self.disk.make_directory(f"{self.path}/{name}")
+
+    def set_aside(self, path: str, name: str) -> None:
+        """Into quarantine, in place of what has this name there. Blocks; raises OSError."""
+        self.with_directories(lambda: self.disk.rename(path, self.quarantine_path(name)))
 
     def scan(self) -> Found:
         """Read the directories: no file is opened, a block is what its name says. Blocks; raises OSError."""
@@ -84,7 +128,8 @@ class Volume:
             for name in self.disk.names(directory):
                 address = _parse(name)
                 if address is None or name[-16:-14] != part:
-                    self._set_aside(f"{directory}/{name}", name)
+                    log.warning("%s/%s is not a block; moved to quarantine", directory, name)
+                    self.set_aside(f"{directory}/{name}", name)
                 else:
                     blocks.append(address)
         return Found(blocks, self.trim_quarantine())
@@ -100,10 +145,6 @@ class Volume:
                 log.warning("%s/staging/%s is not a staging file; removing it", self.path, name)
                 self.disk.unlink(f"{self.path}/staging/{name}")
         return found
-
-    def _set_aside(self, path: str, name: str) -> None:
-        log.warning("%s is not a block; moved to quarantine", path)
-        self.disk.rename(path, self.quarantine_path(name))
 
     def trim_quarantine(self) -> int:
         """Keep the newest few; returns the bytes they take. Blocks; raises OSError."""
@@ -127,6 +168,7 @@ class Volume:
 
     def close(self) -> None:
         """Give the lock back."""
+        os.close(self._identity_fd)
         os.close(self._lock_fd)
 
 
@@ -139,13 +181,15 @@ def open_volume(path: str, tier: str, capacity_bytes: int, floor_bytes: int, vol
     lock_fd = _lock(path)
     try:
         identity = _read_identity(path, volume_id, disk)
-        for name in ("staging", "quarantine", *(f"blocks/{part}" for part in FAN_OUT)):
-            disk.make_directory(f"{path}/{name}")
         volume = Volume(path, tier, Books(capacity_bytes, floor_bytes), identity, lock_fd, disk)
-        volume.books.look(disk.free_bytes(path), 0)
     except BaseException:
         os.close(lock_fd)
         raise
+    with contextlib.ExitStack() as undo:
+        undo.callback(volume.close)
+        volume.make_directories()
+        volume.books.look(disk.free_bytes(path), 0)
+        undo.pop_all()
     return volume
 
 

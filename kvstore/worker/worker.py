@@ -9,7 +9,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import NamedTuple
 
 from kvstore import __version__
-from kvstore.core.errors import InvalidRequest, KvError
+from kvstore.core.errors import Denied, InvalidRequest, KvError
 from kvstore.core.limits import MAX_BLOCK_BYTES
 from kvstore.core.types import BlockId
 from kvstore.pb import common_pb2 as pb
@@ -146,6 +146,11 @@ class Worker:
         for volume in self.store.volumes:
             volume.close()
 
+    @property
+    def complaint(self) -> str:
+        """Why the last heartbeat did not reach a master that takes it; "" when it did, or none was sent yet."""
+        return self._heart.complaint if self._heart else ""
+
     def stat(self) -> w.WorkerStatReply:
         return w.WorkerStatReply(
             node=self.settings.node,
@@ -182,10 +187,11 @@ class Worker:
             volumes=self._volumes(),
             version=__version__,
             fences=[m.Fence(boot=boot, counter=counter) for boot, counter in self.store.fences],
+            seen=[m.Seen(incarnation=seen.incarnation, sequence=seen.sequence) for seen in self.membership.seen],
         )
 
     def on_registered(self, reply: m.RegisterReply, known_sequence: int) -> None:
-        if self._meet(reply.cluster, reply.sequence, known_sequence) and self._reporter:
+        if self._register(reply, known_sequence) and self._reporter:
             self.staging.max_block_bytes = reply.max_block_bytes or MAX_BLOCK_BYTES
             log.info(
                 "registered as %s with cluster %s at sequence %d", self.settings.node, reply.cluster, reply.sequence
@@ -194,7 +200,7 @@ class Worker:
             self.joined.set()
 
     def on_beat(self, reply: m.HeartbeatReply, known_sequence: int) -> None:
-        if not self._meet(reply.cluster, reply.sequence, known_sequence):
+        if not self._meet(reply, known_sequence):
             return
         if self._reporter and any(command.HasField("register") for command in reply.commands):
             self._reporter.unregistered()  # the heart has read it too, and registers with its next beat
@@ -230,8 +236,11 @@ class Worker:
                     leftover.append(block)
         self._remove(dead, leftover)
 
+    def is_judge(self, incarnation: int) -> bool:
+        return self.membership.is_judge(incarnation)
+
     def on_report(self, reply: m.ReportReply, known_sequence: int) -> None:
-        if self._meet(reply.cluster, reply.sequence, known_sequence):
+        if self._meet(reply, known_sequence):
             self._obey(reply.commands)
 
     # ---- the rest
@@ -248,11 +257,24 @@ class Worker:
         late = now >= block.since_s + self.settings.session_grace_s
         return self.membership.collects and not block.owned and late and self.sessions.is_over(block.session, now)
 
-    def _meet(self, cluster: str, sequence: int, known: int) -> bool:
-        if not cluster:
-            return True  # an answer that says nothing of itself
+    def _register(self, reply: m.RegisterReply, known: int) -> bool:
         try:
-            self.membership.meet(cluster, sequence, known)
+            self.membership.registered(
+                reply.incarnation, reply.cluster, reply.sequence, known, rolled_back=reply.rolled_back
+            )
+        except KvError as error:
+            self.on_refused(error)
+            return False
+        return True
+
+    def _meet(self, reply: m.HeartbeatReply | m.ReportReply, known: int) -> bool:
+        if not reply.cluster:
+            return True  # an answer that says nothing of itself
+        if not self.membership.is_judge(reply.incarnation):
+            self._register_again()
+            return False
+        try:
+            self.membership.meet(reply.cluster, reply.sequence, known)
         except KvError as error:
             self.on_refused(error)
             return False
@@ -289,7 +311,11 @@ class Worker:
     async def _join(self) -> None:
         """Find all blocks, then tell the master of them: its fences must know what may still be published."""
         await self.store.scan()
-        log.info("%d blocks on %d volumes", len(self.store), len(self.store.in_service))
+        blocks, volumes = len(self.store), self.store.in_service
+        log.info("%s on %s", counted(blocks, "block"), counted(len(volumes), "volume"))
+        for volume in volumes:
+            if doubt := volume.books.doubt():
+                log.warning("%s: %s", volume.path, doubt)
         self._heart = Heart(self, Failover(self.settings.master, self._caller()))
         self._heart.start()
 
@@ -360,6 +386,17 @@ def pb_counters(counters: Counters) -> m.Counters:
     return m.Counters(**{name: getattr(counters, name) for name in counters.__slots__})
 
 
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def start_error(error: OSError, where: str) -> KvError:
+    """What an operator is told of a path of the configuration that cannot be used."""
+    if isinstance(error, PermissionError):
+        return Denied(f"{where}: {error.strerror}; run as a user who may, or name another path")
+    return disk_error(error, where)
+
+
 async def open_volumes(settings: Settings, runtime: Runtime, disk: Disk) -> list[Volume]:
     """All of them, or none. Raises KvError with the volume that cannot be opened."""
     if all(volume.tier == "mem" for volume in settings.volumes):
@@ -373,7 +410,7 @@ async def open_volumes(settings: Settings, runtime: Runtime, disk: Disk) -> list
         for volume in volumes:
             volume.close()
         if isinstance(error, OSError):
-            raise disk_error(error, f"worker.volumes: {error.filename or path}") from None
+            raise start_error(error, f"worker.volumes: {error.filename or path}") from None
         raise
     if len({volume.id for volume in volumes}) < len(volumes):
         raise InvalidRequest("worker.volumes: two directories have the same volume id; one is a copy, empty it")

@@ -275,6 +275,85 @@ def test_a_name_that_is_too_long_is_refused(client: Any) -> None:
         client.put("n" * 256, b"1")
 
 
+WRONG_CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("put", (None, b"1"), {}),
+    ("put", (b"key", b"1"), {}),
+    ("put", ("v", None), {}),
+    ("put", ("v", "text"), {}),
+    ("put", ("v", 5), {}),
+    ("put_many", (None,), {}),
+    ("put_many", ("text",), {}),
+    ("put_many", ([1, 2],), {}),
+    ("put_many", ([("v",)],), {}),
+    ("put_many", ({1: b"1"},), {}),
+    ("get", (None,), {}),
+    ("get", (5,), {}),
+    ("get_into", ("v", 5), {}),
+    ("get_into", ("v", None), {}),
+    ("get_into", ("v", "text"), {}),
+    ("get_many", (None,), {}),
+    ("get_many", ("abc",), {}),
+    ("get_many", ([b"v"],), {}),
+    ("get_many_into", (["v"], None), {}),
+    ("get_many_into", (["v"], [5]), {}),
+    ("exists", (b"v",), {}),
+    ("exists_many", ("abc",), {}),
+    ("stat", (None,), {}),
+    ("remove", (5,), {}),
+    ("remove", ("v",), {"kind": "file"}),
+    ("rename", ("v", None), {}),
+    ("mkdir", (b"d",), {}),
+    ("mkdir", ("d",), {"mode": "rwx"}),
+    ("mkdir", ("d",), {"mode": -1}),
+    ("statfs", (5,), {}),
+    ("put_file", ("v", 0), {}),
+    ("put_file", ("v", None), {}),
+    ("put_file", (None, "none"), {}),
+    ("get_file", ("v", 5), {}),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "options"), WRONG_CALLS)
+def test_a_wrong_type_is_refused_with_what_is_right(
+    client: Any, name: str, args: tuple[Any, ...], options: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequest, match="must be"):
+        getattr(client, name)(*args, **options)
+
+
+@pytest.mark.parametrize("options", [{"after": 5}, {"limit": -1}, {"limit": "many"}, {"timeout_s": -1}])
+def test_a_wrong_option_of_a_listing_is_refused(client: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest, match="must be"):
+        list(client.list("", **options))
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e12])
+def test_a_timeout_without_end_is_long(client: Any, tmp_path: Path, timeout_s: float) -> None:
+    client.put("d/v", b"1", timeout_s=timeout_s)
+    assert client.get("d/v", timeout_s=timeout_s) == b"1"
+    assert client.exists("d/v", timeout_s=timeout_s)
+    assert [name for name, _ in client.list("d", timeout_s=timeout_s)] == ["v"]
+    assert client.get_file("d/v", tmp_path / "out", timeout_s=timeout_s) == 1
+    client.remove("d/v", timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), -1, "5"])
+def test_what_is_no_timeout_is_refused(client: Any, connect: Connect, timeout_s: Any) -> None:
+    for call in (client.get, client.stat, client.exists, client.remove):
+        with pytest.raises(InvalidRequest, match="timeout_s"):
+            call("v", timeout_s=timeout_s)
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        client.put("v", b"1", timeout_s=timeout_s)
+    with pytest.raises(InvalidRequest, match="timeout_s"):
+        connect(timeout_s=timeout_s)
+
+
+def test_a_listing_without_time_is_a_timeout(client: Any) -> None:
+    client.put("v", b"1")
+    with pytest.raises(Timeout):
+        list(client.list("", timeout_s=0))
+
+
 def test_a_deadline_that_has_passed_is_a_timeout_for_a_put_and_a_miss_for_a_get(client: Any) -> None:
     client.put("v", b"1")
     with pytest.raises(Timeout):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
+import struct
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +18,7 @@ import pytest
 
 from kvstore import Client
 from tests.support.cluster import Cluster, wait_until
+from tests.support.mounts import can_mount
 
 MIB = 1 << 20
 
@@ -79,7 +83,7 @@ def test_put_and_get(cli: Cli, client: Client, tmp_path: Path) -> None:
     source, target = tmp_path / "in", tmp_path / "out"
     source.write_bytes(os.urandom(MIB + 1))
     (stored,) = cli("fs", "put", str(source), "d/v", "--json").rows
-    assert (stored["path"], stored["size_bytes"]) == ("d/v", MIB + 1)
+    assert (stored["path"], stored["size_bytes"]) == ("/d/v", MIB + 1)
     assert client.get("d/v") == source.read_bytes()
     (copied,) = cli("fs", "get", "d/v", str(target), "--json").rows
     assert copied["path"] == str(target)
@@ -107,6 +111,8 @@ def test_cat(cli: Cli, client: Client) -> None:
     data = os.urandom(3 * MIB)
     client.put("v", data)
     assert cli("fs", "cat", "v").out == data
+    assert cli("fs", "get", "v", "-").out == data
+    assert not Path("-").exists()
     (row,) = cli("fs", "cat", "v", "--json").rows
     assert base64.b64decode(row["base64"]) == data
 
@@ -122,7 +128,7 @@ def test_ls(cli: Cli, client: Client) -> None:
     assert "-rw-r--r--" in table
     assert "drwxr-xr-x" in table
     assert "(ssd)" in table, "where the replicas are"
-    assert [r["name"] for r in cli("fs", "ls", "d/file", "--json").rows] == ["d/file"]
+    assert [r["name"] for r in cli("fs", "ls", "d/file", "--json").rows] == ["/d/file"]
 
 
 def test_a_name_that_would_play_with_the_terminal_is_shown_not_obeyed(cli: Cli, client: Client) -> None:
@@ -139,6 +145,7 @@ def test_stat(cli: Cli, client: Client) -> None:
     assert (row["inode"], row["block"], row["size_bytes"]) == (entry.inode, str(entry.address), 5)
     assert [r["node"] for r in row["replicas"]] == [r.node for r in entry.replicas]
     assert str(entry.address) in cli("fs", "stat", "v").text
+    assert [cli("fs", "stat", root, "--json").rows[0]["name"] for root in ("", "/", "//")] == ["/"] * 3
 
 
 def test_mkdir(cli: Cli, client: Client) -> None:
@@ -151,11 +158,11 @@ def test_mkdir(cli: Cli, client: Client) -> None:
 
 def test_rm(cli: Cli, client: Client) -> None:
     client.put_many({"d/a": b"1", "d/e/b": b"2", "d/e/f/c": b"3", "keep": b"4"})
-    cli.fails(8, "fs", "rm", "d")
+    assert cli.fails(8, "fs", "rm", "d") == "kvstore: /d: is not empty; -r removes it with all below it"
     removed = [row["removed"] for row in cli("fs", "rm", "-r", "d", "--json").rows]
-    assert removed == ["d/a", "d/e/b", "d/e/f/c", "d/e/f", "d/e", "d"]
+    assert removed == ["/d/a", "/d/e/b", "/d/e/f/c", "/d/e/f", "/d/e", "/d"]
     assert [name for name, _ in client.list("")] == ["keep"]
-    cli.fails(3, "fs", "rm", "d")
+    assert cli.fails(3, "fs", "rm", "d//e/") == "kvstore: /d/e: does not exist"
     cli("fs", "rm", "-f", "d")
     cli.fails(2, "fs", "rm", "-r", "/")
     assert client.exists("keep")
@@ -164,12 +171,14 @@ def test_rm(cli: Cli, client: Client) -> None:
 def test_mv(cli: Cli, client: Client) -> None:
     client.put_many({"a": b"1", "b": b"2"})
     client.mkdir("d")
-    cli.fails(4, "fs", "mv", "-n", "a", "b")
+    assert cli.fails(4, "fs", "mv", "-n", "a", "b") == "kvstore: /b: exists already"
+    assert cli.fails(8, "fs", "mv", "d", "a") == "kvstore: /a: is a file, and a directory cannot replace it"
+    assert cli.fails(3, "fs", "mv", "a", "no/a") == "kvstore: /no/a: a directory above it does not exist"
     cli("fs", "mv", "a", "b")
     assert client.get("b") == b"1"
-    assert cli("fs", "mv", "b", "d", "--json").rows == [{"from": "b", "to": "d/b"}]
+    assert cli("fs", "mv", "b", "d", "--json").rows == [{"from": "/b", "to": "/d/b"}]
     assert client.get("d/b") == b"1"
-    cli.fails(3, "fs", "mv", "a", "c")
+    assert cli.fails(3, "fs", "mv", "a", "c") == "kvstore: /a: does not exist"
 
 
 def test_du(cli: Cli, client: Client) -> None:
@@ -186,13 +195,54 @@ def test_df(cli: Cli, client: Client) -> None:
     assert "512 MiB" in cli("fs", "df").text
 
 
+def test_every_command_counts_directories_alike(cluster: Cluster, client: Client) -> None:
+    """Those below the root, not the root itself."""
+    client.mkdir("a/b", parents=True)
+    cli = Cli(cluster.url)
+    counts = {cli(*args, "--json").rows[0]["directories"] for args in (("fs", "du"), ("fs", "df"), ("report",))}
+    assert len(counts) == 1
+
+
 def test_nodes_list(cli: Cli, cluster: Cluster, client: Client) -> None:
     rows = cli("nodes", "list", "--json").rows
     assert {(r["node"], r["state"], r["endpoint"]) for r in rows} == {
         (w.node, "live", w.facts["ENDPOINT"]) for w in cluster.workers
     }
     assert all(r["volumes"][0]["tier"] == "ssd" for r in rows)
-    assert all(w.node in cli("nodes", "list").text for w in cluster.workers)
+    assert all({"hits", "fetches", "misses"} <= r.keys() for r in rows)
+    text = cli("nodes", "list").text
+    assert all(w.node in text for w in cluster.workers)
+    assert "since the start of each worker" in text
+
+
+@pytest.mark.parametrize("args", [("nodes", "list"), ("report",), ("fs", "ls", "-l"), ("fs", "stat", "v" * 200)])
+def test_a_narrow_terminal_cuts_nothing(cluster: Cluster, client: Client, cli: Cli, args: tuple[str, ...]) -> None:
+    name = "v" * 200
+    client.put(name, b"1")
+    root = client.target.root
+    said = on_terminal([*args, "--master", f"{cluster.url}/{root}"], columns=80)
+    assert "…" not in said
+    wanted = [w.facts["ENDPOINT"] for w in cluster.workers] if args == ("nodes", "list") else [cluster.workers[0].node]
+    assert all(text in said for text in (wanted if args[0] != "fs" else [name]))
+
+
+def on_terminal(args: list[str], columns: int) -> str:
+    """What a command writes to a terminal of this width."""
+    ours, its = os.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")} | {"TERM": "xterm"}
+    command = [sys.executable, "-m", "kvstore.cli.main", *args]
+    with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environ) as process:
+        os.close(its)
+        said = b""
+        try:
+            while data := os.read(ours, 65536):
+                said += data
+        except OSError:  # EIO: the last writer has gone
+            pass
+        assert process.wait(60) == 0, said
+    os.close(ours)
+    return said.decode()
 
 
 def test_report(cli: Cli, client: Client, cluster: Cluster) -> None:
@@ -202,7 +252,24 @@ def test_report(cli: Cli, client: Client, cluster: Cluster) -> None:
     (row,) = cli("report", "--json").rows
     assert (row["live_nodes"], row["capacity_bytes"]) == (2, 2 * 256 * MIB)
     assert 0 < row["hit_ratio"] <= 1
-    assert "2 live of 2" in cli("report").text
+    assert [r["node"] for r in row["reads"]] == [w.node for w in cluster.workers]
+    assert sum(r["hits"] for r in row["reads"]) == row["hits"] > 0
+    text = cli("report").text
+    assert "2 live of 2" in text
+    assert "since the start of each worker" in text
+
+
+def test_a_cold_cache_shows_in_the_hit_ratio(cli: Cli, client: Client) -> None:
+    """Keys that nobody stored (another PYTHONHASHSEED) never get to a worker: its counters stay at 100 %."""
+    client.put("v", b"1")
+    before = cli("report", "--json").rows[0]
+    assert client.get_many([f"never-{i}" for i in range(500)]) == [None] * 500
+    (after,) = cli("report", "--json").rows
+    assert after["lookups"]["not_found"] - before["lookups"]["not_found"] == 500
+    assert after["hit_ratio"] < before["hit_ratio"]
+    found, not_found = after["lookups"]["found"], after["lookups"]["not_found"]
+    assert after["hit_ratio"] == found / (found + not_found)
+    assert f"{found:,} found, {not_found:,} not found ({100 * after['hit_ratio']:.1f} %)" in cli("report").text
 
 
 @pytest.mark.parametrize(
@@ -227,12 +294,38 @@ def test_what_goes_wrong_is_one_line_and_a_stable_code(
     assert "kvstore: " in done.err
 
 
+def clean_environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith("KVSTORE_")}
+
+
+def test_a_configuration_of_a_worker_is_enough_to_find_the_store(cluster: Cluster) -> None:
+    environ = clean_environment()
+    environ |= {"KVSTORE_CONFIG": str(cluster.workers[0].config), "KVSTORE_CLIENT__TIMEOUT": "2s"}
+    for args in (["report"], ["nodes", "list"], ["fs", "df"]):
+        command = [sys.executable, "-m", "kvstore.cli.main", *args, "--json"]
+        done = subprocess.run(command, capture_output=True, timeout=60, check=False, text=True, env=environ)
+        assert done.returncode == 0, done.stderr
+
+
 def test_without_a_store_it_says_so() -> None:
     command = [sys.executable, "-m", "kvstore.cli.main", "fs", "df", "--master", "127.0.0.1:1"]
     environ = {**os.environ, "KVSTORE_CLIENT__TIMEOUT": "300ms"}
     done = subprocess.run(command, capture_output=True, timeout=60, check=False, text=True, env=environ)
     assert done.returncode == 5
-    assert len(done.stderr.splitlines()) == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("kvstore: 127.0.0.1:1: connection refused; is it running?")
+    assert line.endswith("(set --master or client.master)")
+
+
+@pytest.mark.fuse
+@pytest.mark.skipif(not can_mount(), reason="mounting needs root and /dev/fuse")
+def test_a_mount_without_a_master_says_where_to_name_it(tmp_path: Path) -> None:
+    environ = clean_environment() | {"KVSTORE_WORKER__MASTER": "127.0.0.1:1"}
+    command = [sys.executable, "-m", "kvstore.cli.main", "mount", str(tmp_path / "m")]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False, text=True, env=environ)
+    assert done.returncode == 5
+    assert done.stderr.splitlines()[-1].startswith("kvstore: 127.0.0.1:1: connection refused")
+    assert done.stderr.endswith("(set --master or mount.master)\n")
 
 
 def test_a_reader_that_leaves_is_no_error(cli: Cli, client: Client, cluster: Cluster) -> None:

@@ -127,10 +127,18 @@ async def test_it_serves_and_ends_in_order(tmp_path: Path) -> None:
         await link.call(methods.REGISTER, registration(), WAIT_S)
         [entry] = await publish(link, name("a/b", 1))
         assert await lookup(link, ["a/b"]) == [entry]
+        await lookup(link, ["a/b", "never", "nor/this"])
+        told = await link.call(methods.CLUSTER_MAP, m.ClusterMapRequest(), WAIT_S)
+        assert (told.lookups_found, told.lookups_not_found) == (2, 2)
+        assert (told.files, told.directories) == (1, 1), "the root is not counted"
+        space = await link.call(methods.STATFS, m.StatfsRequest(), WAIT_S)
+        assert (space.files, space.directories) == (1, 1)
         assert await fetch(process.http, "/healthz") == (200, "ok\n")
         metrics = (await fetch(process.http, "/metrics"))[1]
         assert "kvstore_master_files 1.0" in metrics
         assert 'kvstore_master_keys_total{verb="publish"} 1.0' in metrics
+        assert 'kvstore_master_lookups_total{result="found"} 2.0' in metrics
+        assert 'kvstore_master_lookups_total{result="not_found"} 2.0' in metrics
         assert await process.stop() == 0
     async with running(tmp_path) as (_, link):
         assert await lookup(link, ["a/b"]) == [entry], "known volumes count as live after a restart"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from kvstore.pb import worker_pb2 as w
 from kvstore.rpc import methods
 from kvstore.rpc.link import Link
 from kvstore.rpc.metadata import Caller
+from tests.support.blocking import BlockingClient, LoopThread
 from tests.support.cluster import Cluster, Worker, wait_until
 
 MIB = 1 << 20
@@ -28,6 +32,13 @@ MIB = 1 << 20
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with Cluster(tmp_path) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[LoopThread]:
+    loop = LoopThread()
+    yield loop
+    loop.close()
 
 
 def client_of(cluster: Cluster, worker: Worker | None = None, ttl_s: float = 0.0) -> Client:
@@ -143,6 +154,35 @@ def test_without_a_master_reads_miss_and_puts_say_why(cluster: Cluster) -> None:
         assert client.get("v", timeout_s=2) == b"1"
 
 
+@pytest.mark.parametrize("in_loop", [True, False], ids=["async", "sync"])
+def test_callers_of_one_client_do_not_queue_behind_a_master_that_hangs(
+    cluster: Cluster, loop: LoopThread, in_loop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.client.cluster.MAP_TTL_S", 0.0)
+    make = functools.partial(BlockingClient, loop) if in_loop else Client
+    with make(cluster.url, worker_socket="") as client:
+        client.put("v", b"1")
+        cluster.master.signal(signal.SIGSTOP)
+        failures: list[KvError] = []
+
+        def put(number: int) -> None:
+            try:
+                client.put(f"v{number}", b"1", timeout_s=1.0)
+            except KvError as error:
+                failures.append(error)
+
+        begin = time.monotonic()
+        threads = [threading.Thread(target=put, args=(i,)) for i in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        taken_s = time.monotonic() - begin
+        cluster.master.signal(signal.SIGCONT)
+    assert [error.reason for error in failures] == ["timeout"] * 8
+    assert taken_s < 3.0, "one after the other they would take 8 s"
+
+
 # ---- a worker dies ----
 
 
@@ -234,6 +274,60 @@ def test_a_corrupted_block_is_a_miss_and_another_replica_serves(cluster: Cluster
         cluster.wait_live(first.node, second.node, third.node)
         assert a.get("v") == data
         assert c.get("v") == data
+
+
+# ---- what cannot be read is put again ----
+
+
+@pytest.fixture
+def slow_to_judge(tmp_path: Path) -> Iterator[Cluster]:
+    """Its master takes a dead worker for live as long as any test runs."""
+    with Cluster(tmp_path, workers=2, dead_ticks=10_000) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize("in_loop", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("local", [True, False], ids=["local", "remote"])
+@pytest.mark.parametrize("ttl_s", [0.0, 60.0])
+def test_a_put_after_a_miss_is_kept_though_its_bytes_are_equal(
+    slow_to_judge: Cluster, loop: LoopThread, in_loop: bool, local: bool, ttl_s: float
+) -> None:
+    cluster, data = slow_to_judge, os.urandom(10_000)
+    first, second = cluster.workers
+    with client_of(cluster, first) as writer:
+        writer.put("k", data)
+    make = functools.partial(BlockingClient, loop) if in_loop else Client
+    with make(cluster.url, worker_socket=second.socket if local else "", metadata_ttl_s=ttl_s) as client:
+        first.kill()
+        assert client.exists("k"), "the master does not know yet"
+        with pytest.raises(NotFound) as caught:
+            client.get("k")
+        assert caught.value.reason != "no_name"
+        assert client.put("k", data).created
+        assert client.get("k") == data
+        assert client.stat("k").replicas[0].node == second.node
+        assert not client.put("k", data).created, "this one can be read: equal content keeps it"
+
+
+@pytest.mark.parametrize("in_loop", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("local", [True, False], ids=["local", "remote"])
+def test_puts_go_on_elsewhere_when_the_disk_of_a_worker_is_gone(
+    tmp_path: Path, loop: LoopThread, in_loop: bool, local: bool
+) -> None:
+    make = functools.partial(BlockingClient, loop) if in_loop else Client
+    with Cluster(tmp_path, workers=2) as cluster:
+        broken, fine = cluster.workers
+        with make(cluster.url, worker_socket=broken.socket if local else "") as client:
+            client.put("before", b"1")
+            shutil.rmtree(broken.volume)
+            (tmp_path / "file").write_bytes(b"of a file")
+            for turn in range(6):
+                client.put(f"v{turn}", b"value %d" % turn)
+                client.put_file(f"f{turn}", tmp_path / "file")
+        with client_of(cluster, fine) as other:
+            assert other.get_many([f"v{turn}" for turn in range(6)]) == [b"value %d" % turn for turn in range(6)]
+            assert other.get_many([f"f{turn}" for turn in range(6)]) == [b"of a file"] * 6
+            assert nodes_of(other, "v5") >= {fine.node}
 
 
 # ---- full ----

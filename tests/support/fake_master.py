@@ -28,10 +28,14 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
     beats            the last heartbeat of each node
     changed          notified after each call
     fail             raised by reports while it is set
+    refuse           raised by registrations while it is set
+    incarnation      of this start; 0 = of before they had one
+    rolled_back      what registrations are told
     """
 
     def __init__(self) -> None:
-        self.cluster, self.sequence = CLUSTER, 1
+        self.cluster, self.sequence, self.incarnation = CLUSTER, 1, 0
+        self.rolled_back = False
         self.owned: set[BlockId] = set()
         self.dead: set[BlockId] = set()
         self.replicas: dict[BlockId, set[int]] = {}
@@ -41,6 +45,7 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
         self.commands: list[m.Command] = []
         self.changed = asyncio.Condition()
         self.fail: KvError | None = None
+        self.refuse: KvError | None = None
         self.next_report: dict[str, int] = {}
         self.endpoint = ""
 
@@ -66,6 +71,8 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
     async def Register(self, request: m.RegisterRequest, caller: Caller) -> m.RegisterReply:
         if request.cluster not in ("", self.cluster):
             raise Denied(f"worker {request.node} belongs to cluster {request.cluster}, this master to {self.cluster}")
+        if self.refuse:
+            raise self.refuse
         self.registrations.append(request)
         await self._notify()
         return m.RegisterReply(
@@ -74,6 +81,8 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
             next_report=self.next_report.setdefault(request.node, 1),
             tick_s=0.05,
             dead_ticks=5,
+            incarnation=self.incarnation,
+            rolled_back=self.rolled_back,
         )
 
     @unary
@@ -81,14 +90,18 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
         self.beats[request.node] = request
         commands, self.commands = self.commands, []
         await self._notify()
-        return m.HeartbeatReply(cluster=self.cluster, sequence=self.sequence, commands=commands)
+        return m.HeartbeatReply(
+            cluster=self.cluster, sequence=self.sequence, commands=commands, incarnation=self.incarnation
+        )
 
     @unary
     async def Report(self, request: m.ReportRequest, caller: Caller) -> m.ReportReply:
         if self.fail:
             raise self.fail
         expected = self.next_report.get(request.node, 0)
-        reply = m.ReportReply(cluster=self.cluster, sequence=self.sequence, next_report=expected)
+        reply = m.ReportReply(
+            cluster=self.cluster, sequence=self.sequence, next_report=expected, incarnation=self.incarnation
+        )
         if request.number != expected:
             reply.gap = True
             return reply

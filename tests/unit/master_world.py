@@ -28,12 +28,13 @@ DEFAULT = Settings()
 
 
 class StillRuntime:
-    """Threads run at once, time stands still until a test moves it."""
+    """Threads run at once, time stands still until a test moves it. No two of them draw the same number."""
+
+    _random = itertools.count(1)
 
     def __init__(self) -> None:
         self.now_ns = 1_000_000_000
         self.now_s = 100.0
-        self._random = itertools.count(1)
 
     def wall_ns(self) -> int:
         return self.now_ns

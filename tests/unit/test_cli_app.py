@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import rich.text
 import typer
 
 import kvstore
 from kvstore.cli import app as cli_app
-from kvstore.cli import output
+from kvstore.cli import fs_cmd, fs_rows, main, output
 from kvstore.cli.app import Command, new_app
-from kvstore.cli.main import EXIT_CODES, run
+from kvstore.cli.main import EXIT_CODES, INTERRUPTED, run
 from kvstore.cli.output import Column, number_column, print_object, print_rows, size_column
 from kvstore.core import errors
 
@@ -150,6 +153,87 @@ class TestUsage:
             assert run([name, "--help"]) == 0
             assert f"kvstore {name}" in capsys.readouterr().out
 
+    def test_no_help_has_holes(self) -> None:
+        """In help texts [so] is markup of rich and is not printed: `Reads [worker] and` came out as `Reads  and`."""
+        texts = list(help_texts("kvstore", typer.main.get_command(cli_app.app)))
+        assert len(texts) > 80
+        assert [(path, text) for path, text in texts if rich.text.Text.from_markup(text).plain != text] == []
+
+    @pytest.mark.parametrize(
+        ("command", "names"),
+        [("node", ["worker", "worker.volumes", "node.mounts"]), ("worker", ["worker.volumes"])],
+    )
+    def test_help_names_the_sections(self, capsys: pytest.CaptureFixture[str], command: str, names: list[str]) -> None:
+        assert run([command, "--help"]) == 0
+        words = capsys.readouterr().out.replace(",", " ").split()
+        assert [name for name in names if name not in words] == []
+
+    def test_help_lists_the_exit_codes(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run(["--help"]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert "Exit codes: 0 done" in out
+        assert [code for code in {*EXIT_CODES.values(), INTERRUPTED} if f" {code} " not in out] == []
+
+    def test_a_sentence_ends_before_the_next(self, capsys: pytest.CaptureFixture[str]) -> None:
+        run(["fs", "ls", "a", "b"])
+        assert re.search(r"[.?!)] See: kvstore fs ls --help$", capsys.readouterr().err.strip())
+        assert main._usage_line(usage_error("no full stop")) == "no full stop. See: kvstore x --help"
+        assert main._usage_line(usage_error("one?")) == "one? See: kvstore x --help"
+
+
+def usage_error(message: str) -> Any:
+    return types.SimpleNamespace(format_message=lambda: message, ctx=types.SimpleNamespace(command_path="kvstore x"))
+
+
+def help_texts(path: str, command: Any) -> Iterator[tuple[str, str]]:
+    """(where, text) of every command, argument and option."""
+    for text in (command.help, getattr(command, "epilog", None)):
+        if text:
+            yield path, text
+    for parameter in command.params:
+        if text := getattr(parameter, "help", None):
+            yield f"{path} {parameter.name}", text
+    for name, child in getattr(command, "commands", {}).items():
+        real = cli_app.load_command(name) if path == "kvstore" else child
+        yield from help_texts(f"{path} {name}", real)
+
+
+class TestNames:
+    """Errors of ``kvstore fs`` say which name they are of."""
+
+    @pytest.mark.parametrize(
+        ("error", "line"),
+        [
+            (errors.NotFound("'b' does not exist"), "/a/b: does not exist"),
+            (errors.NotFound("block 1-2: its bytes differ", reason="corrupt"), "/a/b: block 1-2: its bytes differ"),
+            (errors.Corrupt("the block ends after 3 of 5 bytes"), "/a/b: the block ends after 3 of 5 bytes"),
+            (errors.AlreadyExists("/a/b: exists already"), "/a/b: exists already"),
+            (errors.IsDirectory("/a/b is a directory"), "/a/b: is a directory"),
+            (errors.NotFound("/data/v: Input/output error", reason="corrupt"), "/a/b: /data/v: Input/output error"),
+            (errors.Unavailable("h:1: connection refused"), "h:1: connection refused"),
+        ],
+    )
+    def test_one_wording(self, error: errors.KvError, line: str) -> None:
+        with pytest.raises(type(error)) as caught, fs_rows.named("/a/b"):
+            raise error
+        assert (caught.value.message, caught.value.reason) == (line, error.reason)
+
+    def test_paths_have_one_spelling(self) -> None:
+        assert [fs_cmd.from_root(p) for p in ("", "/", "a", "/a//b/")] == ["/", "/", "/a", "/a/b"]
+        assert [fs_cmd.target_from_root(p) for p in ("/", "a", "a/")] == ["/", "/a", "/a/"]
+
+
+def test_the_transport_says_nothing_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """grpc's C core writes to standard error unless it is told not to before it is imported."""
+    monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
+    code = (
+        "import os, sys; from kvstore.cli.main import main\n"
+        "try: main(['--version'])\n"
+        "except SystemExit: print(os.environ['GRPC_VERBOSITY'], 'grpc' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "NONE False"
+
 
 def imported_by(*args: str) -> set[str]:
     """The modules that a command line leaves imported, in a process of its own."""
@@ -204,6 +288,25 @@ class TestOutput:
     def test_rows_for_machines(self, capsys: pytest.CaptureFixture[str]) -> None:
         print_rows(self.ROWS, self.COLUMNS, with_json=True)
         assert tuple(json.loads(line) for line in capsys.readouterr().out.splitlines()) == self.ROWS
+
+    def test_no_cell_is_cut_at_the_width_of_the_terminal(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "20")
+        print_rows(self.ROWS, self.COLUMNS, with_json=False)
+        print_object(self.ROWS[1], self.COLUMNS, with_json=False)
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 3 + 3
+        assert [line for line in lines if line != line.rstrip()] == [], "blanks at the end would wrap"
+        assert lines[3].split() == ["NAME", "é" * 200]
+
+    def test_numbers_stand_below_each_other(self, capsys: pytest.CaptureFixture[str]) -> None:
+        print_rows([{"name": "日本", "count": 7}, {"name": "abc", "count": 1000}], self.COLUMNS, with_json=False)
+        assert capsys.readouterr().out.splitlines() == [
+            "NAME  SIZE  COUNT",
+            "日本            7",
+            "abc         1,000",
+        ]
 
     def test_objects(self, capsys: pytest.CaptureFixture[str]) -> None:
         print_object(self.ROWS[0], self.COLUMNS, with_json=True)

@@ -7,6 +7,7 @@ import pytest
 from kvstore.client.cache import MetadataCache
 from kvstore.client.deadline import Deadline
 from kvstore.client.jobs import GetJob, Put, PutJob, as_miss, is_race, told, whole
+from kvstore.client.lost import LostNames
 from kvstore.client.messages import PublishMode, PublishResult
 from kvstore.client.sockets import SealedBlock
 from kvstore.core.errors import (
@@ -50,7 +51,7 @@ def asked(job: GetJob, cache: MetadataCache, *rows: Entry | KvError) -> None:
 
 def test_what_has_no_block_needs_no_load() -> None:
     cache = MetadataCache(1)
-    job = GetJob(["file", "empty", "dir", "none"], cache)
+    job = GetJob(["file", "empty", "dir", "none"], cache, LostNames())
     assert job.unknown() == ["file", "empty", "dir", "none"]
     asked(job, cache, file(7), EMPTY, DIRECTORY, NotFound("no_name"))
     (wish,) = job.to_load()
@@ -67,14 +68,14 @@ def test_what_has_no_block_needs_no_load() -> None:
 def test_a_cached_entry_is_not_asked_for() -> None:
     cache = MetadataCache(1)
     cache.put(cache.token(), "a", file(7))
-    assert GetJob(["a", "b"], cache).unknown() == ["b"]
+    assert GetJob(["a", "b"], cache, LostNames()).unknown() == ["b"]
 
 
 @pytest.mark.parametrize("error", [NotFound, Stale, Unavailable, Timeout, Corrupt])
 def test_a_block_that_is_gone_is_looked_up_once_more(error: type[KvError]) -> None:
     cache = MetadataCache(1)
     cache.put(cache.token(), "a", file(7))
-    job = GetJob(["a"], cache)
+    job = GetJob(["a"], cache, LostNames())
     job.to_load()
     job.loaded([error("gone")])
     assert job.again()
@@ -89,7 +90,7 @@ def test_a_block_that_is_gone_is_looked_up_once_more(error: type[KvError]) -> No
 
 def test_the_same_entry_is_not_loaded_twice() -> None:
     cache = MetadataCache(1)
-    job = GetJob(["a"], cache)
+    job = GetJob(["a"], cache, LostNames())
     asked(job, cache, file(7))
     job.to_load()
     job.loaded([Corrupt("bad bytes")])
@@ -100,7 +101,7 @@ def test_the_same_entry_is_not_loaded_twice() -> None:
 
 def test_the_same_block_with_other_replicas_is_loaded_again() -> None:
     cache = MetadataCache(1)
-    job = GetJob(["a"], cache)
+    job = GetJob(["a"], cache, LostNames())
     asked(job, cache, file(7, HERE))
     job.to_load()
     job.loaded([Unavailable("dead")])
@@ -114,7 +115,7 @@ def test_the_same_block_with_other_replicas_is_loaded_again() -> None:
 
 def test_a_master_that_is_away_for_the_second_look_leaves_the_first_error() -> None:
     cache = MetadataCache(1)
-    job = GetJob(["a"], cache)
+    job = GetJob(["a"], cache, LostNames())
     asked(job, cache, file(7))
     job.to_load()
     job.loaded([Corrupt("bad bytes")])
@@ -125,7 +126,7 @@ def test_a_master_that_is_away_for_the_second_look_leaves_the_first_error() -> N
 
 def test_what_is_no_miss_is_not_asked_again() -> None:
     cache = MetadataCache(1)
-    job = GetJob(["a"], cache)
+    job = GetJob(["a"], cache, LostNames())
     asked(job, cache, file(7))
     job.to_load()
     job.loaded([Overloaded("no fds")])
@@ -133,7 +134,7 @@ def test_what_is_no_miss_is_not_asked_again() -> None:
 
 
 def test_a_failed_lookup_is_the_result_of_all() -> None:
-    job = GetJob(["a", "b"], MetadataCache(1))
+    job = GetJob(["a", "b"], MetadataCache(1), LostNames())
     job.lookup_failed(Timeout("slow"))
     assert job.to_load() == []
     assert job.values() == [None, None]
@@ -141,7 +142,7 @@ def test_a_failed_lookup_is_the_result_of_all() -> None:
 
 def test_a_buffer_is_cut_to_the_value() -> None:
     cache, buffer = MetadataCache(1), bytearray(10)
-    job = GetJob(["a"], cache, [buffer])
+    job = GetJob(["a"], cache, LostNames(), [memoryview(buffer)])
     asked(job, cache, file(7))
     (wish,) = job.to_load()
     assert wish.view is not None
@@ -152,10 +153,49 @@ def test_a_buffer_is_cut_to_the_value() -> None:
 
 def test_a_small_buffer_is_refused() -> None:
     cache = MetadataCache(1)
-    job = GetJob(["a"], cache, [bytearray(2)])
+    job = GetJob(["a"], cache, LostNames(), [memoryview(bytearray(2))])
     asked(job, cache, file(7))
     with pytest.raises(InvalidRequest):
         job.to_load()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (NotFound("not here"), "no_replica"),
+        (NotFound("not here", reason="no_replica"), "no_replica"),
+        (Corrupt("bad"), "corrupt"),
+        (Timeout("slow", fault="w:1"), "timeout"),
+        (Unavailable("dead"), "unavailable"),
+    ],
+)
+def test_a_name_whose_block_cannot_be_read_has_a_name(error: KvError, reason: str) -> None:
+    cache, lost = MetadataCache(1), LostNames()
+    job = GetJob(["a"], cache, lost)
+    for _ in range(2):
+        asked(job, cache, file(7))
+        job.to_load()
+        job.loaded([error] * len([r for r in job.results if r is None]))
+        if not job.again():
+            break
+    with pytest.raises(NotFound) as caught:
+        whole(job.results[0])
+    assert caught.value.reason == reason
+    assert "a" in lost
+
+
+def test_a_name_that_is_read_at_the_second_try_is_not_lost() -> None:
+    cache, lost = MetadataCache(1), LostNames()
+    job = GetJob(["a", "b"], cache, lost)
+    asked(job, cache, file(7), NotFound("no_replica", reason="no_replica"))
+    job.to_load()
+    job.loaded([Unavailable("dead")])
+    assert "a" in lost
+    asked(job, cache, file(8))
+    job.to_load()
+    job.loaded([b"abc"])
+    assert "a" not in lost
+    assert "b" in lost, "the master has an entry without a replica"
 
 
 def test_misses_keep_their_reason() -> None:
@@ -182,7 +222,7 @@ def sealed(counter: int) -> SealedBlock:
 
 
 def test_a_round_of_puts() -> None:
-    job = PutJob(["a", "empty", "b"], [3, 0, 3], if_absent=False)
+    job = PutJob(["a", "empty", "b"], [3, 0, 3], LostNames(), if_absent=False)
     assert job.to_store() == [0, 2]
     job.stored([sealed(1), NoSpace("full")])
     first, second = job.publications()
@@ -196,9 +236,31 @@ def test_a_round_of_puts() -> None:
     assert isinstance(done[2], NoSpace)
 
 
+def test_what_could_not_be_read_replaces_equal_content_once() -> None:
+    lost = LostNames()
+    lost.failed("a", Corrupt("bad"))
+    job = PutJob(["a", "b"], [3, 3], lost, if_absent=False)
+    job.stored([sealed(1), sealed(2)])
+    assert [p.names[0].replace_equal for p in job.publications()] == [True, False]
+    job.published([Overloaded("busy"), PublishResult([file(2)], [True])])
+    assert "a" in lost, "it is not stored yet"
+    assert job.pause(Deadline(5)) is not None
+    job.stored([sealed(3)])
+    assert [p.names[0].replace_equal for p in job.publications()] == [True]
+    job.published([PublishResult([file(3)], [True])])
+    assert "a" not in lost
+
+
+def test_a_worker_that_misses_its_own_files_may_have_them_the_next_time() -> None:
+    job = PutJob(["a"], [3], LostNames(), if_absent=False)
+    job.stored([NotFound("no staging file 7")])
+    assert isinstance(job.done()[0], Unavailable)
+    assert job.pause(Deadline(5)) is not None
+
+
 @pytest.mark.parametrize("error", [Stale("fence"), Unavailable("worker gone"), Overloaded("busy")])
 def test_what_may_pass_is_stored_anew(error: KvError) -> None:
-    job = PutJob(["a"], [3], if_absent=False)
+    job = PutJob(["a"], [3], LostNames(), if_absent=False)
     job.stored([sealed(1)])
     job.publications()
     job.published([error])
@@ -211,7 +273,7 @@ def test_what_may_pass_is_stored_anew(error: KvError) -> None:
 
 
 def test_the_deadline_ends_the_rounds() -> None:
-    job = PutJob(["a"], [3], if_absent=False)
+    job = PutJob(["a"], [3], LostNames(), if_absent=False)
     job.stored([Unavailable("gone")])
     assert job.pause(Deadline(0)) is None
     assert isinstance(job.done()[0], Unavailable)
@@ -219,14 +281,14 @@ def test_the_deadline_ends_the_rounds() -> None:
 
 @pytest.mark.parametrize("error", [Timeout("slow"), NoSpace("full"), IsDirectory("d")])
 def test_what_does_not_pass_ends_at_once(error: KvError) -> None:
-    job = PutJob(["a"], [3], if_absent=False)
+    job = PutJob(["a"], [3], LostNames(), if_absent=False)
     job.failed(error)
     assert job.pause(Deadline(5)) is None
     assert job.done() == [error]
 
 
 def test_a_failed_publish_leaves_what_failed_before() -> None:
-    job = PutJob(["a", "b"], [3, 3], if_absent=False)
+    job = PutJob(["a", "b"], [3, 3], LostNames(), if_absent=False)
     job.stored([NoSpace("full"), sealed(1)])
     job.failed(Timeout("slow"))
     assert [type(r) for r in job.done()] == [NoSpace, Timeout]
@@ -234,7 +296,7 @@ def test_a_failed_publish_leaves_what_failed_before() -> None:
 
 
 def test_if_absent_moves_no_bytes_for_what_is_there() -> None:
-    job = PutJob(["there", "dir", "none"], [3, 3, 3], if_absent=True)
+    job = PutJob(["there", "dir", "none"], [3, 3, 3], LostNames(), if_absent=True)
     assert job.pending() == ["there", "dir", "none"]
     job.looked_up([file(1), DIRECTORY, NotFound("no_name")])
     assert job.to_store() == [2]
@@ -247,7 +309,7 @@ def test_if_absent_moves_no_bytes_for_what_is_there() -> None:
 
 
 def test_what_is_too_large_is_not_even_stored() -> None:
-    job = PutJob(["a", "b"], [10, 11], if_absent=False)
+    job = PutJob(["a", "b"], [10, 11], LostNames(), if_absent=False)
     job.refuse_larger(10)
     assert job.to_store() == [0]
     job.stored([sealed(1)])

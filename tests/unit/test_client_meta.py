@@ -311,8 +311,10 @@ def test_the_cluster_map(meta_of: MetaOf) -> None:
         blocks=3,
     )
     reply = m.ClusterMapReply(cluster="c", sequence=1, nodes=[node], files=2, directories=3, max_block_bytes=4)
+    reply.lookups_found, reply.lookups_not_found = 5, 6
     cluster = meta_of(Script(reply)).cluster_map()
     assert (cluster.cluster, cluster.files, cluster.directories, cluster.max_block_bytes) == ("c", 2, 3, 4)
+    assert (cluster.lookups_found, cluster.lookups_not_found) == (5, 6)
     assert cluster.nodes[0].free_bytes == 6
     assert cluster.nodes[0].counters == msg.Counters(1, 0, 0, 0, 0, 0, 0, 2)
 

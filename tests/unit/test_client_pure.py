@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,10 +13,13 @@ from kvstore.client import url
 from kvstore.client.breaker import Breakers, blames
 from kvstore.client.cache import MetadataCache
 from kvstore.client.cluster import candidates, in_order, pick
-from kvstore.client.deadline import Deadline
+from kvstore.client.deadline import Deadline, seconds
+from kvstore.client.elsewhere import DISTRUST_S, LocalWrites, is_elsewhere
+from kvstore.client.lost import LostNames
 from kvstore.client.messages import ClusterMap, Counters, Node, Volume
 from kvstore.core.breaker import FIRST_PAUSE_S
-from kvstore.core.errors import InvalidRequest, KvError, NotFound, Timeout, Unavailable
+from kvstore.core.errors import Corrupt, Denied, InvalidRequest, KvError, NoSpace, NotFound, Timeout, Unavailable
+from kvstore.core.limits import MAX_TIMEOUT_S
 from kvstore.core.types import Entry, Replica
 
 
@@ -73,6 +77,20 @@ def test_a_deadline_that_passed_is_a_timeout() -> None:
     assert deadline.passed
     with pytest.raises(Timeout, match="0 s"):
         deadline.check()
+
+
+@pytest.mark.parametrize("timeout_s", [float("inf"), 1e12, 10**400, MAX_TIMEOUT_S + 1])
+def test_a_timeout_beyond_the_limit_is_cut_to_it(timeout_s: float) -> None:
+    assert seconds(timeout_s) == MAX_TIMEOUT_S
+    assert Deadline(timeout_s).left_s <= MAX_TIMEOUT_S
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), -1, -0.001, float("-inf"), "5", None, [1], b"1"])
+def test_what_is_no_timeout_is_refused(timeout_s: Any) -> None:
+    with pytest.raises(InvalidRequest, match="seconds"):
+        seconds(timeout_s)
+    with pytest.raises(InvalidRequest):
+        Deadline(timeout_s)
 
 
 def test_only_a_default_may_be_extended() -> None:
@@ -167,6 +185,68 @@ def test_the_cache_never_holds_what_an_own_change_made_old(steps: Sequence[tuple
         for path, now in version.items():
             believed = cache.get(path)
             assert believed is None or believed.inode == now
+
+
+# ---- names that could not be read ----
+
+
+def test_a_name_is_lost_for_a_while() -> None:
+    clock = Clock()
+    lost = LostNames(60.0, clock=clock)
+    lost.failed("a", Corrupt("bad"))
+    clock.now_s += 59.9
+    assert "a" in lost
+    clock.now_s += 0.1
+    assert "a" not in lost
+
+
+def test_only_what_says_something_of_the_block_counts() -> None:
+    lost = LostNames(clock=Clock())
+    lost.failed("own time", Timeout("not done within 0 s"))
+    lost.failed("denied", Denied("no"))
+    lost.failed("hangs", Timeout("no answer", fault="w:1"))
+    lost.looked_up(["there", "none", "dead"], [entry(1), NotFound("x"), NotFound("x", reason="no_replica")])
+    assert [n for n in ("own time", "denied", "hangs", "there", "none", "dead") if n in lost] == ["hangs", "dead"]
+
+
+def test_the_oldest_lost_name_goes_first_and_a_put_ends_it() -> None:
+    lost = LostNames(max_names=2, clock=Clock())
+    for name in ("a", "b", "a", "c"):
+        lost.failed(name, Corrupt("bad"))
+    assert [n in lost for n in "abc"] == [True, False, True]
+    lost.forget("a")
+    assert "a" not in lost
+    assert len(lost) == 1
+
+
+# ---- where new blocks go after a failure ----
+
+
+def test_what_another_worker_may_do_better() -> None:
+    assert all(map(is_elsewhere, [NotFound("staging"), Unavailable("disk"), NoSpace("full"), KvError("bug")]))
+    assert not any(map(is_elsewhere, [InvalidRequest("length"), Denied("cluster")]))
+
+
+@pytest.mark.parametrize(
+    ("error", "works"),
+    [
+        (Unavailable("No such file"), False),
+        (NotFound("no staging file"), False),
+        (Corrupt("disk"), False),
+        (Unavailable("closed the connection", fault="/s"), True),
+        (Timeout("own time"), True),
+        (NoSpace("full"), True),
+        (InvalidRequest("length"), True),
+    ],
+)
+def test_a_local_worker_whose_disk_fails_is_passed_over_for_a_while(error: KvError, works: bool) -> None:
+    clock = Clock()
+    writes = LocalWrites("/s", clock)
+    with pytest.raises(type(error)), writes.watched():
+        raise error
+    assert writes.work is works
+    clock.now_s += DISTRUST_S
+    assert writes.work
 
 
 # ---- breakers ----

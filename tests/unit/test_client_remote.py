@@ -16,7 +16,17 @@ from kvstore.client.messages import ClusterMap, Counters, Node
 from kvstore.client.meta import AsyncMeta, Meta
 from kvstore.client.remote import AsyncRemote, Remote
 from kvstore.client.sockets import SealedBlock
-from kvstore.core.errors import Corrupt, Denied, KvError, NoSpace, NotFound, Overloaded, Timeout, Unavailable
+from kvstore.core.errors import (
+    Corrupt,
+    Denied,
+    InvalidRequest,
+    KvError,
+    NoSpace,
+    NotFound,
+    Overloaded,
+    Timeout,
+    Unavailable,
+)
 from kvstore.core.hashing import hash_block
 from kvstore.core.types import Address, BlockId, Replica
 from kvstore.pb import worker_pb2 as w
@@ -188,7 +198,17 @@ async def test_a_block_goes_to_a_worker(world: World) -> None:
     assert (request.session, request.length_bytes, request.hash) == (5, len(DATA), hash_block(DATA))
 
 
-@pytest.mark.parametrize("error", [NoSpace("full"), Overloaded("busy"), Unavailable("starting"), Corrupt("bad disk")])
+OWN_FAULTS = [
+    NoSpace("full"),
+    Overloaded("busy"),
+    Unavailable("starting"),
+    Corrupt("bad disk"),
+    NotFound("making a staging file: No such file or directory"),
+    KvError("a bug"),
+]
+
+
+@pytest.mark.parametrize("error", OWN_FAULTS)
 async def test_another_worker_takes_what_one_refuses(world: World, error: KvError) -> None:
     refusing, fine = FakeFrames(write=lambda *_: error), good()
     await world.add(refusing)
@@ -197,6 +217,16 @@ async def test_another_worker_takes_what_one_refuses(world: World, error: KvErro
     for _ in range(8):  # either may be chosen first
         assert (await world.store(b"abc")).volume == 3
     assert len(fine.writes) == 8
+
+
+async def test_a_wrong_request_is_not_shopped_around(world: World) -> None:
+    fakes = [FakeFrames(write=lambda *_: InvalidRequest("length")) for _ in range(2)]
+    for fake in fakes:
+        await world.add(fake)
+    world.start()
+    with pytest.raises(InvalidRequest):
+        await world.store(b"abc")
+    assert sum(len(fake.writes) for fake in fakes) == 1
 
 
 async def test_a_dead_worker_is_passed_over(world: World) -> None:

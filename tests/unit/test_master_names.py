@@ -18,6 +18,7 @@ from kvstore.core.errors import (
 )
 from kvstore.core.limits import MAX_BATCH
 from kvstore.master import tree
+from kvstore.master.master import Lookups
 from kvstore.master.remove import Kind
 from kvstore.master.rename import Move
 from tests.unit.master_world import World, address, running
@@ -411,3 +412,17 @@ async def test_lookup_counts_the_caller_s_own_node() -> None:
             w.stat("file", node="n2")
         with pytest.raises(NotFound):
             w.stat("file", node="stranger")
+
+
+async def test_lookups_are_counted_by_whether_the_cache_had_them() -> None:
+    async with running() as w:
+        await w.join()
+        await w.put("here", address(1))
+        await w.put("hidden", address(2))
+        w.master.lookup(0, ["here", "none", "no/directory", "here/below", "../bad"])
+        assert w.master.lookups == Lookups(found=1, not_found=2), "what is no name tells nothing"
+        w.die()
+        w.master.lookup(0, ["here", "hidden"])
+        assert w.master.lookups == Lookups(found=1, not_found=4), "a name without a live replica is a miss"
+        w.master.lookup(0, [""])
+        assert w.master.lookups == Lookups(found=2, not_found=4)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvstore.core.errors import AlreadyExists, Denied, InvalidRequest, KvError, NotFound, Stale
-from kvstore.core.types import Address
-from kvstore.master import reports, upkeep
+from kvstore.core.types import Address, Seen
+from kvstore.master import incarnations, reports, upkeep
 from kvstore.master.db import Cf, MemoryDb, Op
+from kvstore.master.incarnations import Incarnations
 from kvstore.master.master import Settings
 from kvstore.master.records import META_FORMAT
 from kvstore.master.reports import Full, Verdict
@@ -434,6 +435,83 @@ async def test_a_master_that_was_rolled_back_collects_nothing() -> None:
         assert (await w.beat()).unlink == (), "not even when its own sequence has passed the worker's"
         await w.join(sequence=0)
         assert list((await w.beat()).unlink) == [address(1).block.pack()], "the worker's operator has accepted it"
+
+
+def copy_of(db: MemoryDb) -> MemoryDb:
+    """A backup, restored."""
+    copy = MemoryDb()
+    for cf in Cf:
+        copy.write([Op(cf, key, value) for key, value in db.scan(cf, b"", None, 1 << 40)])
+    return copy
+
+
+async def test_each_start_is_an_incarnation_of_its_own_and_only_the_last_ones_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(incarnations, "MAX_STARTS", 3)
+    db, drawn = MemoryDb(), []
+    for _ in range(5):
+        async with running(db) as w:
+            drawn.append(w.master.incarnations.current)
+            await w.mkdir(f"{len(drawn)}")
+    async with running(db) as w:
+        starts = w.master.incarnations.starts
+    assert len(set(drawn)) == 5
+    assert [start.incarnation for start in starts[:2]] == drawn[3:]
+    assert [start.sequence for start in starts] == [3, 4, 5]
+
+
+def test_where_histories_part() -> None:
+    starts = Incarnations([Seen(11, 0), Seen(12, 100), Seen(13, 150)])
+    assert [starts.is_ahead(Seen(11, at), 200) for at in (0, 100, 101)] == [False, False, True]
+    assert [starts.is_ahead(Seen(12, at), 200) for at in (150, 151)] == [False, True]
+    assert [starts.is_ahead(Seen(13, at), 200) for at in (200, 201)] == [False, True]
+    assert starts.is_ahead(Seen(99, 0), 200), "a start that this database does not know"
+
+
+@pytest.mark.allow_errors("rolled back")
+async def test_a_rolled_back_master_that_has_overtaken_what_a_worker_saw_collects_nothing() -> None:
+    db = MemoryDb()
+    async with running(db) as w:
+        await w.put("old", None)
+        backup = copy_of(db)
+    async with running(db) as w:
+        await w.join()
+        await w.put("good", address(1))
+        seen = Seen(w.master.incarnations.current, w.master.committer.durable_sequence)
+    async with running(backup) as w:
+        for i in range(5):
+            await w.put(f"busy{i}", None)
+        assert w.master.committer.durable_sequence > seen.sequence, "by its sequence alone nobody could tell"
+        assert not (await w.join(sequence=seen.sequence, seen=[seen])).row.collects
+        assert (await w.join(sequence=0)).row.collects, "its operator has accepted it"
+
+
+@pytest.mark.allow_errors("rolled back")
+async def test_an_earlier_start_of_the_same_history_is_ahead_when_its_end_was_lost() -> None:
+    db = MemoryDb()
+    async with running(db) as w:
+        await w.put("a", None)
+        backup = copy_of(db)
+        await w.put("b", None)
+        seen = Seen(w.master.incarnations.current, w.master.committer.durable_sequence)
+    async with running(backup) as w:
+        for i in range(3):
+            await w.put(f"c{i}", None)
+        assert not (await w.join(sequence=seen.sequence, seen=[seen])).row.collects
+    async with running(db) as w:
+        await w.put("d", None)
+        assert (await w.join(sequence=seen.sequence, seen=[seen])).row.collects, "nothing of what it saw is missing"
+
+
+@pytest.mark.allow_errors("rolled back")
+async def test_one_volume_that_has_seen_another_history_is_enough() -> None:
+    async with running() as w:
+        mine = Seen(w.master.incarnations.current, 0)
+        assert (await w.join(seen=[mine])).row.collects
+        assert not (await w.join(seen=[mine, Seen(99, 0)])).row.collects
+        with pytest.raises(InvalidRequest, match="histories"):
+            await w.join(seen=[mine] * 257)
 
 
 # ---- forgetting (rule 14)

@@ -8,11 +8,13 @@ import msgspec
 import pytest
 
 from kvstore.core.errors import Corrupt, Unsupported
+from kvstore.core.types import Seen
 from kvstore.master import records as r
 
 ENTRY = r.NameRow(5, 0o100644, 1000, 100, 14 << 20, 10, 20, bytes(range(16)), 2**64 - 1)
 GOLDEN: list[tuple[r.Codec[Any], msgspec.Struct, str]] = [
     (r.CLUSTER, r.ClusterRow("ab"), "0191a26162"),
+    (r.INCARNATIONS, r.IncarnationsRow([Seen(2**64 - 1, 0), Seen(7, 300)]), "01919292cfffffffffffffffff009207cd012c"),
     (r.NAME, ENTRY, "019905cd81a4cd03e864ce00e000000a14c410000102030405060708090a0b0c0d0e0fcfffffffffffffffff"),
     (r.INODE, r.InodeRow(1, "é"), "019201a2c3a9"),
     (r.BLOCK, r.BlockRow(5, [1, 2**64 - 1]), "0192059201cfffffffffffffffff"),

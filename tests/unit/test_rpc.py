@@ -128,9 +128,63 @@ async def test_nobody_there_is_unavailable_and_names_the_endpoint() -> None:
     async with serving() as (_, endpoint):
         pass
     link = AsyncLink(endpoint, Caller())
-    with pytest.raises(errors.Unavailable, match=endpoint):
+    with pytest.raises(errors.Unavailable, match=f"{endpoint}: connection refused; is it running"):
         await link.call(LOOKUP, request(), 5)
     await link.close()
+
+
+@pytest.mark.parametrize(
+    ("details", "told"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote "
+            "host: connect: Connection refused (111)",
+            "connection refused; is it running?",
+        ),
+        (
+            "DNS resolution failed for nowhere.invalid:7070: C-ares status is not ARES_SUCCESS qtype=AAAA "
+            "name=nowhere.invalid is_balancer=0: Domain name not found",
+            "there is no host of this name",
+        ),
+        ("Deadline Exceeded", "no answer in time"),
+        ("ipv4:127.0.0.1:1: connection attempt timed out before receiving SETTINGS frame", "no answer in time"),
+        ("GOAWAY received", "the connection broke"),
+        ("Socket closed", "the connection broke"),
+        ("recvmsg:Connection reset by peer", "the connection broke"),
+        ("INTERNAL: Trying to connect an http1.x server (HTTP status 400)", "a server of another kind"),
+        ("something\nnew", "something new"),
+        ("", "unavailable"),
+    ],
+)
+def test_texts_of_the_transport_are_for_people(details: str, told: str) -> None:
+    error = status.from_rpc_error(Failed(details), "h:1")
+    assert isinstance(error, errors.Unavailable)
+    assert error.fault == "h:1"
+    assert error.message.startswith(f"h:1: {told}")
+
+
+def test_a_text_of_the_transport_that_nobody_knows_is_one_short_line() -> None:
+    message = status.from_rpc_error(Failed("word \n" * 1000), "h:1").message
+    assert "\n" not in message
+    assert len(message) <= len("h:1: ") + 200
+    said_by_us = Failed("word " * 1000, ((status.CODE_KEY, str(errors.NotFound.code)),))
+    assert len(status.from_rpc_error(said_by_us, "h:1").message) == 5000, "what our servers say is left as it is"
+
+
+class Failed:
+    """What grpc raises, with these details."""
+
+    def __init__(self, details: str, trailing: tuple[tuple[str, str], ...] = ()) -> None:
+        self._details, self._trailing = details, trailing
+
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.UNAVAILABLE
+
+    def details(self) -> str:
+        return self._details
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return self._trailing
 
 
 async def test_a_taken_port_is_one_clear_line() -> None:

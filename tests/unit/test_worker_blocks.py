@@ -13,6 +13,7 @@ import pytest
 from kvstore.core.errors import Corrupt, InvalidRequest, KvError, NoSpace, NotFound, Stale, TooLarge
 from kvstore.core.hashing import hash_block
 from kvstore.core.types import Address, BlockId
+from kvstore.worker.books import Books
 from kvstore.worker.disk import Disk
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
@@ -189,6 +190,7 @@ async def test_pages_dropped_from_memory_are_verified_again(worker: Worker) -> N
     block = await kit.put(worker, data)
     fd = os.open(block.path, os.O_RDWR)
     os.pwrite(fd, b"rot", 100)
+    block.stamp = worker.disk.fstat(fd).stamp  # the disk rots without touching the file's times
     resident = worker.opener.open_now(block.address)
     assert resident is not None, "what was verified is trusted while its pages are in memory"
     os.close(resident.fd)
@@ -273,7 +275,7 @@ async def test_bytes_are_free_only_when_nobody_holds_them(tmp_path: Path) -> Non
         data = os.urandom(2 * MIB)
         block = await kit.put(worker, data)
         reader = (await worker.opener.open(block.address, (), 5.0)).fd
-        with pytest.raises(NoSpace, match=f"{2 * MIB} held by readers"):
+        with pytest.raises(NoSpace, match=r"2\.00 MiB held by readers.*raise the capacity"):
             await worker.staging.create(1, MIB, 0.3)
         assert worker.store.get(block.id) is None, "it was evicted all the same"
         waiting = asyncio.ensure_future(worker.staging.create(1, MIB))
@@ -281,6 +283,46 @@ async def test_bytes_are_free_only_when_nobody_holds_them(tmp_path: Path) -> Non
         os.close(reader)
         _, fd = await waiting
         os.close(fd)
+
+
+async def test_a_disk_that_is_full_is_not_blamed_on_the_capacity(tmp_path: Path) -> None:
+    async with kit.running(kit.settings(tmp_path, capacity=64 * MIB), DiskWithFree(3 * MIB)) as worker:
+        with pytest.raises(NoSpace, match=r"no room for 4\.00 MiB.* 3\.00 MiB free on the disk .*free some of") as full:
+            await worker.staging.create(1, 4 * MIB, 0.2)
+        assert "raise the capacity" not in full.value.message
+        with pytest.raises(NoSpace, match="raise the capacity"):
+            await worker.staging.create(1, 65 * MIB, 0.2)
+
+
+class DiskWithFree(Disk):
+    """A file system that gives only so much."""
+
+    def __init__(self, free_bytes: int) -> None:
+        self.free = free_bytes
+
+    def free_bytes(self, path: str) -> int:
+        return self.free
+
+
+async def test_a_capacity_that_the_disk_never_gives_is_told_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = kit.settings(tmp_path, capacity=64 * MIB)
+    async with kit.running(settings, DiskWithFree(64 * MIB)) as worker:
+        await kit.put(worker, os.urandom(MIB))
+    assert [r.getMessage() for r in caplog.records if "capacity" in r.getMessage()] == []
+    async with kit.running(settings, DiskWithFree(3 * MIB)):
+        pass
+    (line,) = [r.getMessage() for r in caplog.records if "capacity" in r.getMessage()]
+    assert "capacity is 64.0 MiB, but at most 4.00 MiB fit: 1.00 MiB used and 3.00 MiB free" in line
+
+
+def test_a_floor_that_leaves_nothing_is_told() -> None:
+    books = Books(64 * MIB, floor=2 * MIB)
+    books.look(MIB, 0)
+    assert "than the 2.00 MiB of free_floor: nothing fits" in books.doubt()
+    books.look(66 * MIB, 0)
+    assert books.doubt() == ""
 
 
 async def test_bytes_written_beyond_the_reservation_count(worker: Worker) -> None:

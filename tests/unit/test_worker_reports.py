@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 from collections.abc import AsyncIterator
@@ -10,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.core.errors import Denied, Unavailable
+from kvstore.core.errors import AlreadyExists, Denied, Unavailable
 from kvstore.core.types import BlockId
 from kvstore.pb import master_pb2 as m
+from kvstore.runtime import SystemRuntime
+from kvstore.worker import main as worker_main
 from kvstore.worker.block import Block
-from kvstore.worker.worker import Worker
+from kvstore.worker.disk import Disk
+from kvstore.worker.worker import Worker, open_volumes
 from tests.support import worker_kit as kit
 from tests.support.fake_master import FakeMaster, make, running, split
 from tests.support.worker_kit import MIB
@@ -138,7 +142,7 @@ async def test_a_reader_that_finds_nothing_repairs_the_map(worker: Worker, maste
     block = await put(worker, master, b"data")
     await master.until(lambda: block.id in master.replicas)
     os.unlink(block.path)
-    block.verified = False
+    block.stamp = None
     with pytest.raises(Exception, match=r"gone|No such file"):
         await kit.get(worker, block.address)
     await master.until(lambda: block.id not in master.replicas)
@@ -237,3 +241,40 @@ async def test_the_sequence_is_kept_beside_the_data(master: FakeMaster, tmp_path
         pass
     async with kit.running(settings._replace(master=[kit.NOBODY])) as worker:
         assert (worker.membership.cluster, worker.membership.sequence) == (master.cluster, 77)
+
+
+async def test_why_it_is_not_registered_is_what_the_master_said(
+    master: FakeMaster, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A master that refuses is there: "no master yet" would send its operator the wrong way."""
+    master.refuse = AlreadyExists("node a lives at h:1")
+    monkeypatch.setattr(worker_main, "JOIN_WAIT_S", 0.0)
+    async with kit.running(kit.settings(tmp_path, master=master.endpoint)) as worker:
+        await kit.until(lambda: worker.complaint)
+        monkeypatch.setattr(worker, "start", nothing)
+        await worker_main._start(worker)
+        assert "not registered with a master yet (node a lives at h:1); trying on" in caplog.text
+        master.refuse = None
+        await worker.joined.wait()
+        await kit.until(lambda: not worker.complaint)
+
+
+async def nothing() -> None:
+    pass
+
+
+async def denied() -> None:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+async def test_what_it_may_not_use_is_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forbidden(Disk):
+        def make_directory(self, path: str) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    with pytest.raises(Denied, match=r"worker\.volumes: .*: Permission denied"):
+        await open_volumes(kit.settings(tmp_path), SystemRuntime(1), Forbidden())
+    async with kit.running(kit.settings(tmp_path)) as worker:
+        monkeypatch.setattr(worker, "start", denied)
+        with pytest.raises(Denied, match=r"worker\.socket: .*a\.sock: Permission denied"):
+            await worker_main._start(worker)
