@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvstore.core.errors import MISSES, KvError, NotFound, Timeout
+from kvstore.core.recently import Recently
 from kvstore.core.types import Entry
 
 LOST_S = 60.0
@@ -18,22 +18,21 @@ MAX_LOST = 10_000
 
 
 class LostNames:
-    """At most `max_names` for `ttl_s` each; the oldest go first. Pure but for the clock. Safe for many threads."""
+    """At most `max_names` for `ttl_s` each; the oldest go first. Safe for many threads."""
 
     def __init__(
         self, ttl_s: float = LOST_S, max_names: int = MAX_LOST, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._ttl_s, self._max_names, self._clock = ttl_s, max_names, clock
-        self._since_s: OrderedDict[str, float] = OrderedDict()
+        self._clock = clock
+        self._names: Recently[str] = Recently(ttl_s, max_names)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._since_s)
+        return len(self._names)
 
     def __contains__(self, name: str) -> bool:
         with self._lock:
-            since_s = self._since_s.get(name)
-            return since_s is not None and self._clock() < since_s + self._ttl_s
+            return self._names.has(name, self._clock())
 
     def failed(self, name: str, error: KvError) -> None:
         """A read of an entry's block ended so. Says nothing: what is no miss, and the end of the reader's own time."""
@@ -48,13 +47,9 @@ class LostNames:
 
     def forget(self, name: str) -> None:
         """It was read, or is another one now."""
-        if name in self._since_s:
-            with self._lock:
-                self._since_s.pop(name, None)
+        with self._lock:
+            self._names.discard(name)
 
     def _add(self, name: str) -> None:
         with self._lock:
-            self._since_s[name] = self._clock()
-            self._since_s.move_to_end(name)
-            if len(self._since_s) > self._max_names:
-                self._since_s.popitem(last=False)
+            self._names.add(name, self._clock())

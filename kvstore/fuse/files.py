@@ -13,13 +13,13 @@ from typing import Final, NamedTuple
 import pyfuse3
 
 from kvstore.core.errors import MISSES, AlreadyExists, IsDirectory, KvError, NotFound, Stale
+from kvstore.core.recently import Recently
 from kvstore.core.types import Entry
 from kvstore.fuse.handles import HandleTable
 from kvstore.fuse.inodes import Cached, Numbers
 from kvstore.fuse.local import LocalFiles
 from kvstore.fuse.localfile import Key, LocalFile
 from kvstore.fuse.publishing import Publisher
-from kvstore.fuse.recent import Recently
 from kvstore.fuse.sealed import SealedFile, SealedFiles
 from kvstore.fuse.staging import StagingArea
 from kvstore.fuse.tree import Tree
@@ -69,7 +69,7 @@ class Files:
         self._tree, self._local, self._sealed, self._area, self._publisher = tree, local, sealed, area, publisher
         self._runtime, self._direct_io = runtime, direct_io
         self.handles: HandleTable[Handle] = HandleTable()
-        self._outdated = Recently(OUTDATED_S)
+        self._outdated: Recently[Key] = Recently(OUTDATED_S)
 
     async def create(
         self, key: Key, temporary: bool, mode: int, flags: int, uid: int, gid: int

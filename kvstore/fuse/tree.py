@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from typing import Final
 
 from kvstore.core.errors import NotFound, Stale, Timeout, Unavailable
+from kvstore.core.recently import Recently
 from kvstore.core.types import Entry
 from kvstore.fuse.circuit import Master
 from kvstore.fuse.inodes import Cached, EntryCache, Key
-from kvstore.fuse.recent import Recently
 from kvstore.runtime import Runtime
 
 AWAY: Final = (Timeout, Unavailable)
@@ -27,7 +27,7 @@ class Tree:
     def __init__(self, master: Master, cache: EntryCache, runtime: Runtime) -> None:
         self.master, self.cache, self._runtime = master, cache, runtime
         self._asking: dict[Key, list[Question]] = {}
-        self.unreadable = Recently(UNREADABLE_S)
+        self.unreadable: Recently[Key] = Recently(UNREADABLE_S)
 
     def left_s(self, cached: Cached) -> float:
         """How long the kernel may keep it."""

@@ -80,7 +80,7 @@ def _publish(change: Change, cluster: Cluster, base: int, transaction: Transacti
     if stored is not None and name.address is not None and stored.address == name.address:
         return Published(True, view.entry(place, stored))  # this very publish, sent again (rule 10)
     existing = stored if stored is not None and view.exists(stored) else None
-    if existing is not None and (transaction.mode is Mode.IF_ABSENT or _is_kept(existing, name)):
+    if existing is not None and _is_kept(existing, name, transaction.mode):
         return _keep(change, cluster, view, place, existing, transaction.mode, name)
     if transaction.mode is Mode.IF_PRESENT and stored is None:
         raise Stale(f"{name.path!r} was removed meanwhile")
@@ -109,9 +109,12 @@ def _place(change: Change, view: Tree, base: int, path: str, parents: bool) -> P
     return Place(make_directories(change, view, base, parts[:-1]), parts[-1])
 
 
-def _is_kept(row: NameRow, name: Name) -> bool:
-    """Rule 9: equal content keeps the entry, unless the writer knows that it cannot be read."""
-    return _same_content(row, name) and not (name.replace_equal and row.block)
+def _is_kept(row: NameRow, name: Name, mode: Mode) -> bool:
+    """Rule 9: equal content keeps the entry, unless the writer knows that it cannot be read. IF_ABSENT keeps any."""
+    is_same = _same_content(row, name)
+    if is_same and name.replace_equal and row.block:
+        return False
+    return is_same or mode is Mode.IF_ABSENT
 
 
 def _same_content(row: NameRow, name: Name) -> bool:

@@ -137,13 +137,14 @@ async def test_equal_content_keeps_the_entry_and_drops_the_block() -> None:
         assert list((await w.beat()).unlink) == [address(2).block.pack()]
 
 
-async def test_equal_content_replaces_what_its_writer_could_not_read() -> None:
+@pytest.mark.parametrize("mode", [Mode.REPLACE, Mode.IF_ABSENT])
+async def test_equal_content_replaces_what_its_writer_could_not_read(mode: Mode) -> None:
     async with running() as w:
         await w.join(1)
         await w.join(2)
         first = await w.put("f", address(1))
         equal = address(2, boot=14, digest=address(1).hash)
-        again = await w.put("f", equal, 2, name={"replace_equal": True})
+        again = await w.put("f", equal, 2, mode=mode, name={"replace_equal": True})
         assert again.created
         assert again.entry.inode != first.entry.inode
         assert [r.volume for r in w.stat("f").replicas] == [2]

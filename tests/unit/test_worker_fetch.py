@@ -11,7 +11,19 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from kvstore.core.errors import Corrupt, Denied, InvalidRequest, KvError, NotFound, Stale, TooLarge, Unavailable
+from kvstore.client.local import AsyncLocalWorker
+from kvstore.core.errors import (
+    Corrupt,
+    Denied,
+    InvalidRequest,
+    KvError,
+    NotFound,
+    Overloaded,
+    Stale,
+    Timeout,
+    TooLarge,
+    Unavailable,
+)
 from kvstore.core.hashing import hash_block
 from kvstore.core.types import Address, BlockId, Replica
 from kvstore.pb import worker_pb2 as w
@@ -19,6 +31,8 @@ from kvstore.rpc.entries import address_from_pb, address_to_pb
 from kvstore.rpc.link import AsyncLink, Link
 from kvstore.rpc.metadata import Caller
 from kvstore.rpc.methods import WORKER_STAT
+from kvstore.worker.block import Block
+from kvstore.worker.fetch import _verdict
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.worker_kit import MIB
@@ -101,15 +115,86 @@ async def test_a_peer_that_lacks_it_is_not_to_blame(owner: Worker, reader: Worke
     assert await open_bytes(reader, address, at(owner)) == b"data"
 
 
-async def test_bytes_that_differ_are_never_served(owner: Worker, reader: Worker) -> None:
-    """The peer believes its block; only the receiver's own check can tell."""
-    block = await kit.put(owner, b"some data")
-    with open(block.path, "r+b") as file:
-        file.write(b"S")
-    with pytest.raises(Corrupt) as caught:
+async def put_under_wrong_hash(owner: Worker) -> Block:
+    """As a client makes it that takes the hash of other bytes."""
+    staged, fd = await owner.staging.create(1, 4)
+    os.pwrite(fd, b"data", 0)
+    claim = kit.claim_of(fd, b"liar")
+    os.close(fd)
+    return await owner.sealer.seal(staged, claim)
+
+
+async def test_bytes_that_differ_are_never_served(
+    owner: Worker, reader: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer believes its block and does not look; the receiver's own check tells."""
+    monkeypatch.setattr(owner.opener, "doubt", nothing)
+    block = await put_under_wrong_hash(owner)
+    with pytest.raises(Corrupt, match="sent something else") as caught:
         await open_bytes(reader, block.address, at(owner))
     assert caught.value.fault == owner.endpoint
     assert kit.files(reader, "blocks") == kit.files(reader, "staging") == []
+
+
+async def nothing(address: Address) -> None:
+    pass
+
+
+@pytest.mark.allow_errors("is corrupt")
+async def test_a_worker_sees_for_itself_that_it_sends_something_else(owner: Worker, reader: Worker) -> None:
+    block = await put_under_wrong_hash(owner)
+    with pytest.raises(Corrupt):
+        await open_bytes(reader, block.address, at(owner))
+    assert owner.store.get(block.id) is None, "nobody has to come twice"
+    assert len(kit.files(owner, "quarantine")) == 1
+    assert kit.files(reader, "blocks") == kit.files(reader, "staging") == []
+
+
+@pytest.mark.allow_errors("is corrupt")
+async def test_a_block_that_was_found_here_meanwhile_is_verified_before_it_is_served(
+    owner: Worker, reader: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = (await kit.put(owner, b"data")).address
+
+    async def stream(peer: object, address: Address, sink: object) -> None:
+        volume = reader.store.volumes[0]
+        with open(volume.block_path(address), "wb") as file:
+            file.write(b"rots")
+        block = reader.store.add(address, volume, 0, None)  # as a scan does
+        volume.books.blocks += block.used_bytes
+
+    monkeypatch.setattr(reader.fetcher, "_stream", stream)
+    with pytest.raises(Corrupt):
+        await open_bytes(reader, address, at(owner))
+
+
+@pytest.mark.parametrize(
+    ("failures", "kind", "reason"),
+    [
+        ([], NotFound, "no_replica"),
+        ([NotFound(reason="no_replica"), Stale()], NotFound, "stale"),
+        ([NotFound(reason="no_replica"), NotFound(reason="corrupt")], NotFound, "corrupt"),
+        ([NotFound(reason="no_replica"), Unavailable()], Unavailable, "unavailable"),
+        ([Unavailable(), NotFound(reason="timeout")], NotFound, "timeout"),
+        ([Unavailable(), Timeout(), Corrupt(), NotFound(reason="no_replica")], Corrupt, "corrupt"),
+        ([Overloaded(), NotFound(reason="no_replica")], Overloaded, "overloaded"),
+    ],
+)
+def test_why_no_replica_could_be_read(failures: list[KvError], kind: type[KvError], reason: str) -> None:
+    told = _verdict(Address(BlockId(1, 1), 4, 1), failures)
+    assert (type(told), told.reason) == (kind, reason)
+
+
+async def test_the_reason_of_a_miss_gets_through_the_socket(owner: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fetch(*_: object) -> int:
+        raise NotFound("no replica could be read", reason="corrupt")
+
+    monkeypatch.setattr(owner.fetcher, "fetch", fetch)
+    client = AsyncLocalWorker(owner.settings.socket, 1)
+    address = Address(BlockId(1, 1), 4, 1)
+    results = await client.open([(address, ()), (address, [DEAD])])
+    client.close()
+    assert [(type(r), getattr(r, "reason", "")) for r in results] == [(NotFound, "no_replica"), (NotFound, "corrupt")]
 
 
 async def test_without_room_a_reader_is_served_all_the_same(owner: Worker, reader: Worker) -> None:

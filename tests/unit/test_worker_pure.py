@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.breaker import FIRST_PAUSE_S, MAX_PAUSE_S, Breaker
 from kvstore.core.errors import InvalidRequest, Unsupported
-from kvstore.core.types import BlockId
+from kvstore.core.types import BlockId, Seen
 from kvstore.worker import identity
 from kvstore.worker.books import Books
+from kvstore.worker.disk import Disk
 from kvstore.worker.evict import Candidate, choose
 from kvstore.worker.fences import Fences
 from kvstore.worker.identity import Identity
+from kvstore.worker.membership import Membership
 from kvstore.worker.sessions import Sessions
+from kvstore.worker.volume import Volume, open_volume
 
 candidates = st.lists(st.builds(Candidate, st.integers(1, 100), st.booleans()))
 
@@ -159,3 +164,33 @@ def test_damaged_identity_is_refused_with_a_remedy(data: bytes) -> None:
 def test_identity_of_a_newer_version_is_refused() -> None:
     with pytest.raises(Unsupported, match="newer"):
         identity.decode(b"\x02\x91\x05", "p")
+
+
+def volume_that_has_seen(incarnation: int, sequence: int) -> Volume:
+    with tempfile.TemporaryDirectory() as directory:
+        volume = open_volume(directory, "ssd", 1 << 20, 0, 5, Disk())
+        volume.identity = Identity(5, "c", sequence, incarnation=incarnation)
+        volume.close()
+    return volume
+
+
+def test_volumes_that_have_seen_different_histories_are_all_told() -> None:
+    found = Membership([volume_that_has_seen(*seen) for seen in ((11, 100), (12, 60), (12, 60), (0, 7))])
+    assert set(found.seen) == {Seen(11, 100), Seen(12, 60)}
+    assert found.sequence == 100
+    found.registered(13, "c", 200, 100, rolled_back=False)
+    assert found.seen == (Seen(13, 200),)
+    assert found.is_judge(13)
+    assert found.is_judge(0), "it does not say"
+    assert not found.is_judge(14)
+
+
+@pytest.mark.allow_errors("lost state")
+def test_what_was_seen_of_the_lost_history_stays_as_evidence() -> None:
+    member = Membership([volume_that_has_seen(11, 100)])
+    member.registered(12, "c", 500, 100, rolled_back=True)
+    member.meet("c", 501, 100)
+    assert not member.collects
+    assert member.seen == (Seen(11, 100),)
+    member.accept_rollback()
+    assert (member.collects, list(member.seen), member.sequence) == (True, [], 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.errors import AlreadyExists, Denied, Unavailable
-from kvstore.core.types import BlockId
+from kvstore.core.types import BlockId, Seen
 from kvstore.pb import master_pb2 as m
 from kvstore.runtime import SystemRuntime
 from kvstore.worker import main as worker_main
@@ -234,6 +234,57 @@ async def test_a_rolled_back_master_collects_nothing_even_after_a_restart(master
         await master.until(lambda: any(block.id in split(r.nowhere_ids) for r in master.reports))
 
 
+@pytest.mark.allow_errors("lost state", "rolled back earlier")
+async def test_a_master_that_finds_a_worker_ahead_collects_nothing_even_after_a_restart(
+    master: FakeMaster, tmp_path: Path
+) -> None:
+    """Its sequence has overtaken what the worker has seen: only its word at the registration tells."""
+    settings = kit.settings(tmp_path, master=master.endpoint)
+    master.incarnation, master.sequence = 11, 100
+    async with kit.running(settings, joined=True) as worker:
+        block = await put(worker, master, b"data")
+        await master.until(lambda: block.id in master.replicas)
+    assert list(master.registrations[0].seen) == []
+    master.incarnation, master.sequence, master.rolled_back = 12, 500, True
+    for _ in range(2):
+        async with kit.running(settings, joined=True) as worker:
+            assert list(master.registrations[-1].seen) == [m.Seen(incarnation=11, sequence=100)], "the evidence stays"
+            worker.on_verdicts([(block.id, m.DEAD)])
+            assert await kit.get(worker, block.address) == b"data"
+    master.rolled_back = False
+    async with kit.running(settings._replace(accept_rollback=True), joined=True) as worker:
+        assert (master.registrations[-1].sequence, list(master.registrations[-1].seen)) == (0, [])
+        assert worker.membership.collects
+    assert worker.store.volumes[0].identity.incarnation == 12
+
+
+@pytest.mark.allow_errors("lost state")
+async def test_another_start_of_the_master_is_registered_with_before_anything_of_it_counts(
+    worker: Worker, master: FakeMaster
+) -> None:
+    """Its unlink order and its verdicts may be those of a master that lost state: it has to judge us first."""
+    block = await put(worker, master, b"data")
+    await master.until(lambda: block.id in master.replicas)
+    master.incarnation, master.sequence, master.rolled_back = 12, 500, True
+    master.owned.clear()
+    master.dead.add(block.id)
+    master.commands.append(m.Command(unlink=m.Unlink(block_ids=block.id.pack())))
+    worker.store.on_change(block.id)
+    await master.until(lambda: len(master.registrations) == 2)
+    await kit.until(lambda: worker.membership.rolled_back)
+    assert await kit.get(worker, block.address) == b"data"
+
+
+async def test_a_master_that_only_started_again_goes_on_where_it_was(worker: Worker, master: FakeMaster) -> None:
+    block = await put(worker, master, b"data")
+    master.incarnation, master.sequence = 12, 7
+    await master.until(lambda: len(master.registrations) == 2)
+    await kit.until(lambda: worker.membership.seen == (Seen(12, 7),))
+    master.remove(block.address)
+    master.commands.append(m.Command(unlink=m.Unlink(block_ids=block.id.pack())))
+    await master.until(lambda: any(block.id in split(r.nowhere_ids) for r in master.reports))
+
+
 async def test_the_sequence_is_kept_beside_the_data(master: FakeMaster, tmp_path: Path) -> None:
     master.sequence = 77
     settings = kit.settings(tmp_path, master=master.endpoint)
@@ -254,9 +305,12 @@ async def test_why_it_is_not_registered_is_what_the_master_said(
         monkeypatch.setattr(worker, "start", nothing)
         await worker_main._start(worker)
         assert "not registered with a master yet (node a lives at h:1); trying on" in caplog.text
+        ready = worker_main._ready(worker)
+        assert ready() == "not registered with a master: node a lives at h:1"
         master.refuse = None
         await worker.joined.wait()
         await kit.until(lambda: not worker.complaint)
+        assert ready() is None
 
 
 async def nothing() -> None:
