@@ -151,7 +151,8 @@ class Volume:
         files = [(self.disk.stat(path), path) for path in map(self.quarantine_path, self._quarantined())]
         files.sort(key=lambda file: file[0].mtime_ns)
         for _, path in files[:-MAX_QUARANTINED]:
-            self.disk.unlink(path)
+            with contextlib.suppress(IsADirectoryError):  # some stranger's: it takes no bytes of blocks
+                self.disk.unlink(path)
         return sum(state.used_bytes for state, _ in files[-MAX_QUARANTINED:])
 
     def _quarantined(self) -> list[str]:

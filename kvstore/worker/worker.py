@@ -258,6 +258,8 @@ class Worker:
         return self.membership.collects and not block.owned and late and self.sessions.is_over(block.session, now)
 
     def _register(self, reply: m.RegisterReply, known: int) -> bool:
+        if not reply.cluster:
+            return True
         try:
             self.membership.registered(
                 reply.incarnation, reply.cluster, reply.sequence, known, rolled_back=reply.rolled_back

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import tempfile
-
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.core.breaker import FIRST_PAUSE_S, MAX_PAUSE_S, Breaker
 from kvstore.core.errors import InvalidRequest, Unsupported
-from kvstore.core.types import BlockId, Seen
+from kvstore.core.types import BlockId
 from kvstore.worker import identity
 from kvstore.worker.books import Books
-from kvstore.worker.disk import Disk
 from kvstore.worker.evict import Candidate, choose
 from kvstore.worker.fences import Fences
 from kvstore.worker.identity import Identity
-from kvstore.worker.membership import Membership
 from kvstore.worker.sessions import Sessions
-from kvstore.worker.volume import Volume, open_volume
 
 candidates = st.lists(st.builds(Candidate, st.integers(1, 100), st.booleans()))
 
@@ -142,8 +138,9 @@ def test_held_bytes_are_used_until_they_are_let_go() -> None:
     assert (books.used, books.free) == (0, 1000)
 
 
-GOLDEN = Identity(0x1122334455667788, "c", 7, True, (1, 2**64 - 1))
-GOLDEN_BYTES = bytes.fromhex("0195cf1122334455667788a16307c39201cfffffffffffffffff")
+GOLDEN = Identity(0x1122334455667788, "c", 7, True, (1, 2**64 - 1), 9)
+GOLDEN_BYTES = bytes.fromhex("0196cf1122334455667788a16307c39201cfffffffffffffffff09")
+BEFORE_INCARNATIONS = bytes.fromhex("0195cf1122334455667788a16307c39201cfffffffffffffffff")
 
 
 def test_identity_on_disk_never_changes_its_shape() -> None:
@@ -153,6 +150,7 @@ def test_identity_on_disk_never_changes_its_shape() -> None:
 
 def test_identity_of_an_older_writer_gets_defaults() -> None:
     assert identity.decode(bytes.fromhex("019105"), "p") == Identity(5)
+    assert identity.decode(BEFORE_INCARNATIONS, "p") == msgspec.structs.replace(GOLDEN, incarnation=0)
 
 
 @pytest.mark.parametrize("data", [b"", b"\x01", b"\x00\x91\x05", b"\x01\xc1", b"\x01\x91\xa1x"])
@@ -164,33 +162,3 @@ def test_damaged_identity_is_refused_with_a_remedy(data: bytes) -> None:
 def test_identity_of_a_newer_version_is_refused() -> None:
     with pytest.raises(Unsupported, match="newer"):
         identity.decode(b"\x02\x91\x05", "p")
-
-
-def volume_that_has_seen(incarnation: int, sequence: int) -> Volume:
-    with tempfile.TemporaryDirectory() as directory:
-        volume = open_volume(directory, "ssd", 1 << 20, 0, 5, Disk())
-        volume.identity = Identity(5, "c", sequence, incarnation=incarnation)
-        volume.close()
-    return volume
-
-
-def test_volumes_that_have_seen_different_histories_are_all_told() -> None:
-    found = Membership([volume_that_has_seen(*seen) for seen in ((11, 100), (12, 60), (12, 60), (0, 7))])
-    assert set(found.seen) == {Seen(11, 100), Seen(12, 60)}
-    assert found.sequence == 100
-    found.registered(13, "c", 200, 100, rolled_back=False)
-    assert found.seen == (Seen(13, 200),)
-    assert found.is_judge(13)
-    assert found.is_judge(0), "it does not say"
-    assert not found.is_judge(14)
-
-
-@pytest.mark.allow_errors("lost state")
-def test_what_was_seen_of_the_lost_history_stays_as_evidence() -> None:
-    member = Membership([volume_that_has_seen(11, 100)])
-    member.registered(12, "c", 500, 100, rolled_back=True)
-    member.meet("c", 501, 100)
-    assert not member.collects
-    assert member.seen == (Seen(11, 100),)
-    member.accept_rollback()
-    assert (member.collects, list(member.seen), member.sequence) == (True, [], 0)

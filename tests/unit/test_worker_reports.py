@@ -18,6 +18,9 @@ from kvstore.runtime import SystemRuntime
 from kvstore.worker import main as worker_main
 from kvstore.worker.block import Block
 from kvstore.worker.disk import Disk
+from kvstore.worker.identity import Identity
+from kvstore.worker.membership import Membership
+from kvstore.worker.volume import Volume, open_volume
 from kvstore.worker.worker import Worker, open_volumes
 from tests.support import worker_kit as kit
 from tests.support.fake_master import FakeMaster, make, running, split
@@ -259,11 +262,14 @@ async def test_a_master_that_finds_a_worker_ahead_collects_nothing_even_after_a_
 
 
 @pytest.mark.allow_errors("lost state")
+@pytest.mark.parametrize("noticed_by", ["heartbeat", "report"])
 async def test_another_start_of_the_master_is_registered_with_before_anything_of_it_counts(
-    worker: Worker, master: FakeMaster
+    worker: Worker, master: FakeMaster, monkeypatch: pytest.MonkeyPatch, noticed_by: str
 ) -> None:
     """Its unlink order and its verdicts may be those of a master that lost state: it has to judge us first."""
     block = await put(worker, master, b"data")
+    if noticed_by == "report":
+        monkeypatch.setattr(worker, "on_beat", lambda reply, known: None)
     await master.until(lambda: block.id in master.replicas)
     master.incarnation, master.sequence, master.rolled_back = 12, 500, True
     master.owned.clear()
@@ -332,3 +338,36 @@ async def test_what_it_may_not_use_is_denied(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(worker, "start", denied)
         with pytest.raises(Denied, match=r"worker\.socket: .*a\.sock: Permission denied"):
             await worker_main._start(worker)
+
+
+def volumes_that_have_seen(root: Path, *points: Seen) -> list[Volume]:
+    volumes = []
+    for i, seen in enumerate(points):
+        volume = open_volume(str(root / f"v{i}"), "ssd", MIB, 0, i + 1, Disk())
+        volume.write_identity(Identity(volume.id, "c", seen.sequence, incarnation=seen.incarnation))
+        volume.close()
+        volumes.append(volume)
+    return volumes
+
+
+def test_volumes_that_have_seen_different_histories_are_all_told(tmp_path: Path) -> None:
+    points = [Seen(11, 100), Seen(12, 60), Seen(12, 60), Seen(0, 7)]
+    found = Membership(volumes_that_have_seen(tmp_path, *points))
+    assert set(found.seen) == {Seen(11, 100), Seen(12, 60)}
+    assert found.sequence == 100
+    found.registered(13, "c", 200, 100, rolled_back=False)
+    assert found.seen == (Seen(13, 200),)
+    assert found.is_judge(13)
+    assert found.is_judge(0), "it does not say"
+    assert not found.is_judge(14)
+
+
+@pytest.mark.allow_errors("lost state")
+def test_what_was_seen_of_the_lost_history_stays_as_evidence(tmp_path: Path) -> None:
+    member = Membership(volumes_that_have_seen(tmp_path, Seen(11, 100)))
+    member.registered(12, "c", 500, 100, rolled_back=True)
+    member.meet("c", 501, 100)
+    assert not member.collects
+    assert member.seen == (Seen(11, 100),)
+    member.accept_rollback()
+    assert (member.collects, list(member.seen), member.sequence) == (True, [], 0)

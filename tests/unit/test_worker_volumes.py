@@ -283,6 +283,14 @@ async def test_what_lies_in_place_of_a_block_is_a_miss_and_goes_to_quarantine(wo
     assert the_volume(worker).in_service
 
 
+async def test_directories_among_the_blocks_fail_no_volume(worker: Worker) -> None:
+    for i in range(20):
+        os.mkdir(f"{the_volume(worker).path}/blocks/00/stranger{i}")
+    await worker.store.scan()
+    assert the_volume(worker).in_service
+    assert os.listdir(f"{the_volume(worker).path}/blocks/00") == []
+
+
 @pytest.mark.parametrize("what", ["pipe", "link"])
 async def test_what_lies_in_place_of_a_staging_file_is_not_sealed_and_goes(worker: Worker, what: str) -> None:
     staged = await kit.stage(worker, b"data")
