@@ -20,7 +20,9 @@ from kvstore.obs.metrics import Metrics
 from kvstore.runtime import SystemRuntime
 from kvstore.worker import metrics as worker_metrics
 from kvstore.worker.disk import Disk
-from kvstore.worker.worker import Settings, VolumeSettings, Worker, open_volumes, start_error
+from kvstore.worker.opening import open_volumes, start_error
+from kvstore.worker.settings import Settings, VolumeSettings
+from kvstore.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 JOIN_WAIT_S = 2.0

@@ -6,10 +6,9 @@ import asyncio
 import logging
 import socket
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import NamedTuple
 
 from kvstore import __version__
-from kvstore.core.errors import Denied, InvalidRequest, KvError
+from kvstore.core.errors import KvError
 from kvstore.core.limits import MAX_BLOCK_BYTES
 from kvstore.core.types import BlockId
 from kvstore.pb import common_pb2 as pb
@@ -24,7 +23,7 @@ from kvstore.worker.background import Background
 from kvstore.worker.block import Block
 from kvstore.worker.bulk import Bulk
 from kvstore.worker.counters import Counters
-from kvstore.worker.disk import Disk, disk_error
+from kvstore.worker.disk import Disk
 from kvstore.worker.evict import Evictor
 from kvstore.worker.fdsocket import FdServer
 from kvstore.worker.fences import Fences
@@ -39,11 +38,12 @@ from kvstore.worker.room import Room
 from kvstore.worker.seal import Sealer
 from kvstore.worker.service import WorkerService
 from kvstore.worker.sessions import Sessions
+from kvstore.worker.settings import Settings
 from kvstore.worker.staging import Staging
 from kvstore.worker.store import Store
 from kvstore.worker.verbs import Introduction, Verbs
 from kvstore.worker.verify import Verifier
-from kvstore.worker.volume import Volume, open_volume
+from kvstore.worker.volume import Volume
 
 log = logging.getLogger(__name__)
 UPKEEP_INTERVAL_S = 1.0
@@ -51,30 +51,6 @@ UPKEEP_INTERVAL_S = 1.0
 STOP_TIMEOUT_S = 5.0
 ANY_HOST = ("0.0.0.0", "[::]")
 """Listening everywhere says nothing of how others get here."""
-
-
-class VolumeSettings(NamedTuple):
-    tier: str
-    path: str
-    capacity_bytes: int
-    free_floor_bytes: int
-
-
-class Settings(NamedTuple):
-    node: str
-    master: Sequence[str]
-    """Endpoints of one master, tried in order."""
-    listen: str
-    advertise: str
-    """Host under which others reach `listen`; "" = its own."""
-    socket: str
-    socket_mode: int
-    session_grace_s: float
-    full_report_s: float
-    volumes: Sequence[VolumeSettings]
-    http: str = ""
-    """``host:port`` of metrics, told to the master."""
-    accept_rollback: bool = False
 
 
 class Worker:
@@ -390,30 +366,3 @@ def pb_counters(counters: Counters) -> m.Counters:
 
 def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def start_error(error: OSError, where: str) -> KvError:
-    """What an operator is told of a path of the configuration that cannot be used."""
-    if isinstance(error, PermissionError):
-        return Denied(f"{where}: {error.strerror}; run as a user who may, or name another path")
-    return disk_error(error, where)
-
-
-async def open_volumes(settings: Settings, runtime: Runtime, disk: Disk) -> list[Volume]:
-    """All of them, or none. Raises KvError with the volume that cannot be opened."""
-    if all(volume.tier == "mem" for volume in settings.volumes):
-        raise InvalidRequest("worker.volumes: clients stage on disk tiers only; add a volume of tier ssd or hdd")
-    volumes: list[Volume] = []
-    try:
-        for tier, path, capacity, floor in settings.volumes:
-            new_id = runtime.random_u64() or 1
-            volumes.append(await runtime.in_thread(open_volume, path, tier, capacity, floor, new_id, disk))
-    except (KvError, OSError) as error:
-        for volume in volumes:
-            volume.close()
-        if isinstance(error, OSError):
-            raise start_error(error, f"worker.volumes: {error.filename or path}") from None
-        raise
-    if len({volume.id for volume in volumes}) < len(volumes):
-        raise InvalidRequest("worker.volumes: two directories have the same volume id; one is a copy, empty it")
-    return volumes

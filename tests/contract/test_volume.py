@@ -19,8 +19,9 @@ from kvstore.worker import lease
 from kvstore.worker.disk import Disk
 from kvstore.worker.held import unlink_watched
 from kvstore.worker.lease import Holders
+from kvstore.worker.opening import open_volumes
+from kvstore.worker.settings import VolumeSettings
 from kvstore.worker.volume import MAX_QUARANTINED, Volume, open_volume
-from kvstore.worker.worker import VolumeSettings, open_volumes
 from tests.support import worker_kit as kit
 from tests.support.worker_kit import MIB
 

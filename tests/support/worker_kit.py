@@ -16,9 +16,11 @@ from kvstore.core.types import Address
 from kvstore.runtime import SystemRuntime
 from kvstore.worker.block import Block
 from kvstore.worker.disk import Disk
+from kvstore.worker.opening import open_volumes
 from kvstore.worker.seal import Claim
+from kvstore.worker.settings import Settings, VolumeSettings
 from kvstore.worker.staging import Staged
-from kvstore.worker.worker import Settings, VolumeSettings, Worker, open_volumes
+from kvstore.worker.worker import Worker
 
 KIB, MIB = 1 << 10, 1 << 20
 NOBODY = "127.0.0.1:1"

@@ -20,8 +20,9 @@ from kvstore.worker.block import Block
 from kvstore.worker.disk import Disk
 from kvstore.worker.identity import Identity
 from kvstore.worker.membership import Membership
+from kvstore.worker.opening import open_volumes
 from kvstore.worker.volume import Volume, open_volume
-from kvstore.worker.worker import Worker, open_volumes
+from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.fake_master import FakeMaster, make, running, split
 from tests.support.worker_kit import MIB

@@ -1,0 +1,30 @@
+"""What a worker is told by its configuration, as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class VolumeSettings(NamedTuple):
+    tier: str
+    path: str
+    capacity_bytes: int
+    free_floor_bytes: int
+
+
+class Settings(NamedTuple):
+    node: str
+    master: Sequence[str]
+    """Endpoints of one master, tried in order."""
+    listen: str
+    advertise: str
+    """Host under which others reach `listen`; "" = its own."""
+    socket: str
+    socket_mode: int
+    session_grace_s: float
+    full_report_s: float
+    volumes: Sequence[VolumeSettings]
+    http: str = ""
+    """``host:port`` of metrics, told to the master."""
+    accept_rollback: bool = False
