@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterator
 from typing import Final
 
+import grpc
 import pytest
+
+
+def pytest_configure() -> None:
+    """`tests.support.child` forks while gRPC has threads here. Its fork handlers wait for them, at times for ever; the
+    children only make system calls. Read once, at gRPC's start; not for the processes that tests start.
+    """
+    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
+    grpc.insecure_channel("127.0.0.1:1").close()
+    del os.environ["GRPC_ENABLE_FORK_SUPPORT"]
 
 
 class ErrorLog(logging.Handler):
