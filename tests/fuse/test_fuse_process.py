@@ -46,7 +46,7 @@ def test_sigterm_unmounts(cluster: Cluster, tmp_path: Path) -> None:
 def test_metrics_and_health(cluster: Cluster, tmp_path: Path) -> None:
     port = free_port()
     with mounted(cluster, tmp_path / "m", cluster.workers[0], "--http", f"127.0.0.1:{port}") as mount:
-        in_child((mount / "f").write_bytes, b"1")
+        in_child((mount / "counted").write_bytes, b"1")
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
             text = reply.read().decode()
         assert 'kvstore_mount_operations{operation="create",result="ok"} 1.0' in text
