@@ -77,7 +77,7 @@ check: $(STAMP)
 	ruff check
 	mypy
 	lint-imports --no-cache
-	pytest -q tests/unit tests/contract
+	pytest -q -n 4 tests/unit tests/contract
 
 format: $(STAMP)
 	ruff format
