@@ -209,7 +209,9 @@ def make_empty(change: Change, live: Live, directory: int) -> None:
 
 
 def check_nothing_visible(tree: Tree, directory: int) -> None:
-    """Raises NotEmpty at the first entry that exists. It looks at HIDDEN_STEP × HIDDEN_PAGES entries (about 0.2 s)."""
+    """Raises NotEmpty at the first entry that exists, and behind HIDDEN_STEP × HIDDEN_PAGES hidden ones (0.2 s): more
+    may exist there, and hidden names must not go for a rmdir that then fails.
+    """
     after = ""
     for _ in range(HIDDEN_PAGES):
         found = tree.children(directory, after, HIDDEN_STEP)
@@ -218,6 +220,10 @@ def check_nothing_visible(tree: Tree, directory: int) -> None:
         if len(found) < HIDDEN_STEP:
             return
         after = found[-1][0][8:].decode()
+    raise NotEmpty(
+        f"the directory holds more than {HIDDEN_STEP * HIDDEN_PAGES} names whose nodes are away; "
+        "remove it when they are back or forgotten"
+    )
 
 
 def check_not_root(place: Place, what: str) -> None:

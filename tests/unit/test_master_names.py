@@ -388,6 +388,25 @@ async def test_a_rmdir_that_fails_takes_nothing_with_it() -> None:
         assert await w.names("dir") == ["in", "visible"]
 
 
+async def test_a_rmdir_that_cannot_see_all_hidden_entries_takes_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree, "HIDDEN_STEP", 2)
+    monkeypatch.setattr(tree, "HIDDEN_PAGES", 2)
+    async with running() as w:
+        await w.join(1)
+        await w.join(2)
+        await w.mkdir("d")
+        for i in range(5):
+            await w.put(f"d/{i}", address(i + 1))
+        await w.put("d/z", address(1, boot=14, digest=99), 2)
+        for _ in range(w.master.settings.dead_ticks):
+            w.master.tick()
+            await w.beat(2)
+        with pytest.raises(NotEmpty, match="more than 4 names"):
+            await w.remove("d")
+        await w.beat(1)
+        assert all(w.stat(f"d/{i}").replicas for i in range(5)), "the node is back, and so are its names"
+
+
 async def test_a_rmdir_of_very_many_hidden_entries_goes_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "HIDDEN_STEP", 10)
     async with running() as w:
