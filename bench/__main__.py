@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-from bench.store import PYTHON, running
+from bench.store import PYTHON
 
 
 def run(title: str, *command: str) -> None:
@@ -17,16 +15,7 @@ def run(title: str, *command: str) -> None:
 
 def main() -> None:
     run("SDK beside the plain file", "bench.sdk")
-    run("LMCache through the mount beside a plain directory", "bench.lmcache_mount")
-    with tempfile.TemporaryDirectory(prefix="kvstore-bench-") as name:
-        home = Path(name)
-        (home / "plain").mkdir()
-        with running(home, [home / "mount"], capacity="8GiB", nodes=1):
-            for threads in ("1", "4"):
-                places = ["--mount", str(home / "mount"), "--plain", str(home / "plain")]
-                run(
-                    f"mount beside a plain directory, {threads} at a time", "bench.mount", *places, "--threads", threads
-                )
+    run("mount beside a plain directory", "bench.mount")
     run("master: 1,000,000 entries", "bench.master_scale")
 
 

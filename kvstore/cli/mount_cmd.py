@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,9 +12,11 @@ import typer
 from kvstore.cli.app import ConfigOption, new_app
 from kvstore.cli.store import reaching
 from kvstore.client import url
-from kvstore.config import load
-from kvstore.core.errors import Unsupported
+from kvstore.config import Config, load, require_mount_dir
+from kvstore.core.errors import NotFound, Unavailable, Unsupported
 from kvstore.obs import logging as obs_logging
+
+log = logging.getLogger(__name__)
 
 app = new_app()
 
@@ -40,11 +44,33 @@ def run(
     ] = None,
     direct_io: Annotated[
         bool | None,
-        typer.Option("--direct-io/--no-direct-io", help="Read past the kernel's cache; no shared maps then."),
+        typer.Option(
+            "--direct-io/--no-direct-io", help="Plain mode: read past the kernel's cache; no shared maps then."
+        ),
+    ] = None,
+    passthrough: Annotated[
+        str | None,
+        typer.Option(metavar="auto|on|off", help="The kernel reads and writes local files itself (Linux 6.9, root)."),
+    ] = None,
+    consistency: Annotated[
+        str | None,
+        typer.Option(metavar="cached|strict", help="strict: ask the master for each look-up, keep nothing."),
+    ] = None,
+    uid: Annotated[int | None, typer.Option(metavar="UID", help="Everything belongs to this user.")] = None,
+    gid: Annotated[int | None, typer.Option(metavar="GID", help="Everything belongs to this group.")] = None,
+    umask: Annotated[
+        str | None, typer.Option(metavar="OCTAL", help="Everything has all permissions but these.")
+    ] = None,
+    deadline: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="How long a call waits for a file system process that is being restarted."),
     ] = None,
     allow_other: Annotated[
         bool | None, typer.Option("--allow-other/--no-allow-other", help="Let other users in.")
     ] = None,
+    upgrade: Annotated[
+        bool, typer.Option("--upgrade", help="DIR is mounted: hand it over to this version of kvstore, and end.")
+    ] = False,
 ) -> None:
     """Show the store as a directory until it is unmounted (umount DIR) or told to stop (SIGTERM, Ctrl-C)."""
     flags = {
@@ -54,16 +80,65 @@ def run(
         "mount.path": path,
         "mount.http": http,
         "mount.direct_io": direct_io,
+        "mount.passthrough": passthrough,
+        "mount.consistency": consistency,
+        "mount.uid": uid,
+        "mount.gid": gid,
+        "mount.umask": umask,
+        "mount.deadline": deadline,
         "mount.allow_other": allow_other,
     }
     loaded = load(config, flags).config
     obs_logging.setup("mount", loaded.log.level, loaded.log.format)
+    if upgrade:
+        hand_over(loaded)
+    else:
+        serve(loaded)
+
+
+def serve(config: Config) -> None:
+    """In this process, or as the keeper of one."""
+    from kvstore.fuse import mode, mountpoint
+    from kvstore.keeper.channel import Inheritance
+
+    require_mount_dir(config)
+    if Inheritance.from_environment() is not None:
+        run_here(config)
+        return
+    mountpoint.check_prerequisites()
+    cleaned = mountpoint.prepare(mountpoint.absolute(config.mount.dir))
+    if cleaned:
+        log.warning("%s", cleaned)
+    why_plain = mode.why_plain(config)
+    if why_plain is None:
+        mode.become_keeper(config, [sys.executable, "-m", "kvstore", *sys.argv[1:]])
+    else:
+        run_here(config, why_plain)
+
+
+def run_here(config: Config, why_plain: str = "") -> None:
     try:
-        from kvstore.fuse import main as mount
+        from kvstore.fuse import main
     except ImportError as error:
         raise Unsupported(f"mounting needs pyfuse3: pip install 'kvstore[fuse]' ({error})") from None
-    with reaching(url.parse(loaded.mount.master).endpoints, "mount.master"):
-        mount.main(loaded, announce)
+    with reaching(url.parse(config.mount.master).endpoints, "mount.master"):
+        main.main(config, why_plain, announce)
+
+
+def hand_over(config: Config) -> None:
+    """``--upgrade``: the keeper of the mount starts a file system process of this version."""
+    from kvstore.fuse import mountpoint
+    from kvstore.keeper import admin
+
+    require_mount_dir(config)
+    directory = mountpoint.absolute(config.mount.dir)
+    try:
+        done = admin.upgrade(directory, sys.executable)
+    except admin.NoKeeper as error:
+        raise NotFound(str(error)) from None
+    except admin.UpgradeFailed as error:
+        raise Unavailable(str(error)) from None
+    announce(f"{directory}: process {done.new_pid} took over from {done.old_pid}; calls waited {done.pause_s:.2f} s")
 
 
 def announce(line: str) -> None:

@@ -34,6 +34,7 @@ from kvstore.client.jobs import (
     told,
     whole,
 )
+from kvstore.client.local import AsyncLocalWorker
 from kvstore.client.lost import LostNames
 from kvstore.client.messages import ClusterMap, RemoveKind, RemoveName, RenameName, Statfs
 from kvstore.client.meta import AsyncMeta
@@ -49,7 +50,8 @@ MAX_STORES = 8
 
 
 class AsyncClient:
-    """A store, for one event loop: make it there, use it from any of its tasks. See `connect` for the arguments.
+    """A store, for one event loop: make it there, use it from any of its tasks. See `connect` for the arguments; a
+    process that takes over from another one, as a mount's does, gives the `session` of that one.
 
     Connects at the first call, and again by itself after the master or the local worker restarted. Every call takes
     `timeout_s`, the deadline of the whole call (default: the client's, plus time for the bytes that it moves), and
@@ -65,10 +67,12 @@ class AsyncClient:
         metadata_ttl_s: float = 1.0,
         staging_dir: str | None = None,
         runtime: Runtime | None = None,
+        session: int | None = None,
     ) -> None:
         self.timeout_s = seconds(timeout_s)
         socket_path = url.worker_socket(worker_socket)
-        self._parts = AsyncParts(url.parse(store_url), socket_path, staging_dir, runtime)
+        own = None if session is None else arguments.session(session)
+        self._parts = AsyncParts(url.parse(store_url), socket_path, staging_dir, runtime, own)
         self._cache = MetadataCache(seconds(metadata_ttl_s, "metadata_ttl_s"))
         self._lost = LostNames()
         self._flow = AsyncFlow(self._parts, self._cache)
@@ -105,6 +109,11 @@ class AsyncClient:
         return self._parts.meta
 
     @property
+    def worker(self) -> AsyncLocalWorker | None:
+        """The local worker; None without a socket."""
+        return self._parts.worker
+
+    @property
     def blocks(self) -> AsyncBlocks:
         """Blocks as files."""
         return self._parts.blocks
@@ -114,9 +123,12 @@ class AsyncClient:
         """The cached map, and the channels to workers."""
         return self._parts.cluster
 
-    async def start(self, *, timeout_s: float | None = None) -> None:
-        """Learn the cluster, and meet the local worker; every call does it if need be. Raises why it cannot."""
-        await self._parts.start(self._deadline(timeout_s))
+    async def start(self, *, known_cluster: str = "", timeout_s: float | None = None) -> None:
+        """Learn the cluster, and meet the local worker; every call does it if need be. Raises why it cannot.
+
+        Who knows the cluster's id (`ClusterMap.cluster`) from before gives it: then the master is not asked.
+        """
+        await self._parts.start(self._deadline(timeout_s), known_cluster)
 
     async def close(self) -> None:
         """End all connections; the client cannot be used again. What it staged goes after the session's grace."""

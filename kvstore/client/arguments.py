@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from kvstore.client.files import Buffer, view_of
 from kvstore.client.messages import RemoveKind
 from kvstore.core.errors import InvalidRequest
+from kvstore.core.types import U64_MAX
 
 
 def _is_not(what: str, wanted: str, given: object) -> InvalidRequest:
@@ -30,6 +31,14 @@ def integer(given: object, what: str, most: int = 2**32 - 1) -> int:
     if not 0 <= given <= most:
         raise InvalidRequest(f"{what} must be from 0 to {most}, not {given}")
     return given
+
+
+def session(given: object) -> int:
+    """64 bits, and not 0: that one is the worker's own."""
+    number = integer(given, "session", U64_MAX)
+    if not number:
+        raise InvalidRequest("a session is 64 random bits, and not 0")
+    return number
 
 
 def paths(given: object) -> list[str]:

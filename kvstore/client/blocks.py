@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
@@ -25,10 +25,10 @@ from kvstore.client.elsewhere import LocalWrites, is_no_local_worker
 from kvstore.client.local import AsyncLocalWorker
 from kvstore.client.remote import AsyncRemote
 from kvstore.client.sockets import SealedBlock
-from kvstore.client.staging import Loaded, Staging, Wish, block_of, empty_fd
+from kvstore.client.staging import Loaded, Staging, Wish, block_of, empty_fd, in_parts, sealable
 from kvstore.core.errors import InvalidRequest, KvError, Timeout
 from kvstore.core.hashing import hash_block
-from kvstore.core.limits import MAX_FDS_PER_MESSAGE, METADATA_TIMEOUT_S, fetch_timeout_s, store_timeout_s
+from kvstore.core.limits import METADATA_TIMEOUT_S, fetch_timeout_s, store_timeout_s
 from kvstore.core.types import Entry
 from kvstore.runtime import P, Runtime
 
@@ -51,6 +51,11 @@ class AsyncBlocks(Protocol):
 
     async def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
         """A new file to write to through `Staging.fd`, with room for `size_hint` bytes. Raises NoSpace."""
+
+    def adopt(self, handle: int, fd: int) -> Staging:
+        """Take over what a former process of this session staged: `Staging.handle` and a read-write fd of the file,
+        which belongs to the result from then on. Raises InvalidRequest for a handle of another kind of staging.
+        """
 
     async def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
         """Room for `size_bytes` in all; to be asked before writing beyond what was reserved. Raises NoSpace."""
@@ -101,6 +106,11 @@ class AsyncLocalBlocks:
     async def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
         staged = await self._worker.stage(size_hint, timeout_s=timeout_s)
         return Staging(self, staged.fd, handle=staged.staging)
+
+    def adopt(self, handle: int, fd: int) -> Staging:
+        if not handle:
+            raise InvalidRequest("a file without a handle was not staged at the local worker")
+        return Staging(self, fd, handle=handle)
 
     async def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
         await self._worker.reserve(staging.handle, size_bytes, timeout_s=timeout_s)
@@ -196,6 +206,11 @@ class AsyncRemoteBlocks:
         except BaseException:
             os.close(kept)
             raise
+
+    def adopt(self, handle: int, fd: int) -> Staging:
+        if handle:
+            raise InvalidRequest(f"staging {handle:x} belongs to a local worker, and this client has none")
+        return Staging(self, fd, kept_fd=files.reopened(fd, os.O_RDWR))
 
     async def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
         """Nothing to do: the directory's file system says NoSpace by itself, the worker at the seal."""
@@ -303,6 +318,9 @@ class AsyncEitherBlocks:
         left = Deadline.of(timeout_s, store_timeout_s(0))
         return await self._write(lambda b: b.stage(size_hint, timeout_s=left.left_s), left)
 
+    def adopt(self, handle: int, fd: int) -> Staging:
+        return self._local.adopt(handle, fd) if handle else self._remote.adopt(handle, fd)
+
     async def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
         await self._owner(staging).reserve(staging, size_bytes, timeout_s=timeout_s)
 
@@ -378,17 +396,3 @@ async def abandon(blocks: AsyncBlocks, staging: Staging) -> None:
         await blocks.abort(staging, timeout_s=ABANDON_TIMEOUT_S)
     except KvError as error:
         log.debug("staging was left behind: %s", error)
-
-
-def in_parts(wishes: Sequence[Wish]) -> Iterator[Sequence[Wish]]:
-    """As many as one message carries fds: a batch of any length must not use up the process's fds."""
-    return (wishes[i : i + MAX_FDS_PER_MESSAGE] for i in range(0, len(wishes), MAX_FDS_PER_MESSAGE))
-
-
-def sealable(staging: Staging, size_bytes: int) -> int:
-    """The fd to send from. Raises InvalidRequest for an empty file or a staging file that is gone."""
-    if size_bytes <= 0 or staging.kept_fd < 0:
-        raise InvalidRequest(
-            "an empty file has no block" if size_bytes <= 0 else "this staging file was sealed or aborted"
-        )
-    return staging.kept_fd

@@ -3,7 +3,7 @@
 
 Both connect at the first call and again by themselves after the worker restarted. A request is repeated only when it
 certainly did not reach the worker (its connection was dead when it was sent), or when it is a question (open, touch,
-stat). An fd in a result belongs to the caller; the fds of an answer that nobody waits for any more are closed.
+stat, probe). An fd in a result belongs to the caller; the fds of an answer that nobody waits for any more are closed.
 
 Staging handles are valid for the session, not for the connection. Errors: the worker's own, Unavailable (not there,
 gone), Timeout.
@@ -22,7 +22,7 @@ from kvstore.client import fork, sockets
 from kvstore.client.connection import BACKLOG_PAUSE_S, AsyncConnection, Lost, connect_now, timed_out
 from kvstore.client.deadline import Deadline
 from kvstore.client.flight import AsyncFlight
-from kvstore.client.sockets import Answer, Opened, SealedBlock, StagedFile, Wanted, unreachable
+from kvstore.client.sockets import Answer, Opened, ProbedVolume, SealedBlock, StagedFile, Wanted, unreachable
 from kvstore.core import sockproto as sp
 from kvstore.core.errors import Unavailable
 from kvstore.core.limits import CONNECT_TIMEOUT_S, METADATA_TIMEOUT_S, fetch_timeout_s, store_timeout_s
@@ -107,6 +107,10 @@ class AsyncLocalWorker:
 
     async def stat(self, *, timeout_s: float = _DEFAULT_S) -> sp.StatReply:
         return sockets.body_of(await self._request(sp.Stat(), timeout_s, repeat=True), sp.StatReply)
+
+    async def probe(self, *, timeout_s: float = _DEFAULT_S) -> list[ProbedVolume]:
+        """The volumes in service, the fastest tier first, each with an fd of a file in it."""
+        return sockets.probed(await self._request(sp.Probe(), timeout_s, repeat=True))
 
     def close(self) -> None:
         """Ends the connection, and with it the session unless another connection has it too."""
@@ -214,6 +218,9 @@ class LocalWorker:
 
     def stat(self, *, timeout_s: float = _DEFAULT_S) -> sp.StatReply:
         return sockets.body_of(self._request(sp.Stat(), timeout_s, repeat=True), sp.StatReply)
+
+    def probe(self, *, timeout_s: float = _DEFAULT_S) -> list[ProbedVolume]:
+        return sockets.probed(self._request(sp.Probe(), timeout_s, repeat=True))
 
     def close(self) -> None:
         with self._lock:

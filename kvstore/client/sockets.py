@@ -47,6 +47,14 @@ class StagedFile(NamedTuple):
     volume: int
 
 
+class ProbedVolume(NamedTuple):
+    """A volume of the worker, and a read-only fd, which the caller owns, of an empty file without a name in it."""
+
+    volume: int
+    tier: str
+    fd: int
+
+
 class SealedBlock(NamedTuple):
     address: Address
     volume: int
@@ -129,6 +137,14 @@ def staged(answer: Answer) -> StagedFile:
 def sealed(answer: Answer) -> SealedBlock:
     body = body_of(answer, sp.Sealed)
     return SealedBlock(sp.from_wire_address(body.address), body.volume)
+
+
+def probed(answer: Answer) -> list[ProbedVolume]:
+    body = body_of(answer, sp.Probed, None)
+    if not len(body.volumes) == len(body.tiers) == len(answer.fds):
+        close_all(answer.fds)
+        raise KvError("the worker's answer is malformed: volumes, tiers and fds do not fit each other")
+    return [ProbedVolume(*row) for row in zip(body.volumes, body.tiers, answer.fds, strict=True)]
 
 
 def opened(answer: Answer, count: int) -> Opened:

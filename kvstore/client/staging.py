@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvstore.core.errors import InvalidRequest, KvError
+from kvstore.core.limits import MAX_FDS_PER_MESSAGE
 from kvstore.core.types import Address, Entry
 
 
@@ -60,6 +62,20 @@ def block_of(entry: Entry) -> Address:
     if entry.address is None:
         raise InvalidRequest("an empty file or a directory has no block")
     return entry.address
+
+
+def in_parts(wishes: Sequence[Wish]) -> Iterator[Sequence[Wish]]:
+    """As many as one message carries fds: a batch of any length must not use up the process's fds."""
+    return (wishes[i : i + MAX_FDS_PER_MESSAGE] for i in range(0, len(wishes), MAX_FDS_PER_MESSAGE))
+
+
+def sealable(staging: Staging, size_bytes: int) -> int:
+    """The fd to send from. Raises InvalidRequest for an empty file or a staging file that is gone."""
+    if size_bytes <= 0 or staging.kept_fd < 0:
+        raise InvalidRequest(
+            "an empty file has no block" if size_bytes <= 0 else "this staging file was sealed or aborted"
+        )
+    return staging.kept_fd
 
 
 def empty_fd() -> int:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from kvstore.client import files, sockets
-from kvstore.client.blocks import ABANDON_TIMEOUT_S, in_parts, sealable
+from kvstore.client.blocks import ABANDON_TIMEOUT_S
 from kvstore.client.breaker import Breakers
 from kvstore.client.deadline import Deadline
 from kvstore.client.elsewhere import LocalWrites, is_no_local_worker
 from kvstore.client.local import LocalWorker
 from kvstore.client.remote import Remote
 from kvstore.client.sockets import SealedBlock
-from kvstore.client.staging import Loaded, Staging, Wish, block_of, empty_fd
+from kvstore.client.staging import Loaded, Staging, Wish, block_of, empty_fd, in_parts, sealable
 from kvstore.client.threads import Threads
 from kvstore.core.errors import KvError
 from kvstore.core.hashing import hash_block

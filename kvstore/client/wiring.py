@@ -12,6 +12,7 @@ import asyncio
 import logging
 import os
 import secrets
+from functools import partial
 
 from kvstore.client import url
 from kvstore.client.blocks import AsyncBlocks, AsyncEitherBlocks, AsyncLocalBlocks, AsyncRemoteBlocks
@@ -36,18 +37,30 @@ THREADS = 8
 """For copies and hashes of an AsyncClient that was given no runtime."""
 
 
+def new_session() -> int:
+    """64 random bits, and not 0: that one is the worker's own."""
+    return secrets.randbits(64) or 1
+
+
 class AsyncParts:
     """For one event loop.
 
     Attributes: `target`, `session`, `meta`, `cluster`, `blocks`, `worker` (None without a socket), `runtime`.
     """
 
-    def __init__(self, target: url.Target, socket_path: str, staging_dir: str | None, runtime: Runtime | None) -> None:
+    def __init__(
+        self,
+        target: url.Target,
+        socket_path: str,
+        staging_dir: str | None,
+        runtime: Runtime | None,
+        session: int | None = None,
+    ) -> None:
         asyncio.get_running_loop()  # RuntimeError here rather than a channel on some other loop
         self.target = target
         self._owns_runtime = runtime is None
         self.runtime: Runtime = runtime or SystemRuntime(THREADS, "kvstore-client")
-        self.session = secrets.randbits(64)
+        self.session = new_session() if session is None else session
         self._pid = os.getpid()
         self._caller = Caller(self.session)
         self._link = AsyncFailover(target.endpoints, self._caller)
@@ -58,12 +71,12 @@ class AsyncParts:
         self._starting: AsyncFlight[None] = AsyncFlight()
         self._started = self._closed = False
 
-    async def start(self, deadline: Deadline) -> None:
+    async def start(self, deadline: Deadline, known_cluster: str = "") -> None:
         """Once, at the first call. Raises what keeps it from reaching the master, and Timeout."""
         self.check_usable()
         deadline.check()
         if not self._started:
-            await self._starting.run(self._begin, deadline.left_s)
+            await self._starting.run(partial(self._begin, known_cluster), deadline.left_s)
 
     def check_usable(self) -> None:
         """Raises Unavailable after close, and in the child of a fork: the loop and its channels are the parent's."""
@@ -88,11 +101,11 @@ class AsyncParts:
         local = AsyncLocalBlocks(self.worker, self.runtime)
         return AsyncEitherBlocks(local, remote, self.worker.path, self.cluster.breakers)
 
-    async def _begin(self, deadline: Deadline) -> None:
+    async def _begin(self, known_cluster: str, deadline: Deadline) -> None:
         if self._started:  # while this caller came
             return
-        cluster = await self.cluster.map(timeout_s=deadline.left_s)
-        self._introduce(self._caller._replace(cluster=cluster.cluster))
+        cluster = known_cluster or (await self.cluster.map(timeout_s=deadline.left_s)).cluster
+        self._introduce(self._caller._replace(cluster=cluster))
         await self._meet(deadline)
         self._started = True
 
@@ -124,7 +137,7 @@ class Parts:
 
     def __init__(self, target: url.Target, socket_path: str, staging_dir: str | None) -> None:
         self.target = target
-        self.session = secrets.randbits(64)
+        self.session = new_session()
         self._caller = Caller(self.session)
         self._link = Failover(target.endpoints, self._caller)
         self.threads = Threads()

@@ -116,6 +116,7 @@ CHECKS: Final[Mapping[Kind, Callable[[str], object]]] = {
     Kind.OPTIONAL_HOST: _optional(parse_host),
     Kind.URL: parse_url,
     Kind.MODE: parse_mode,
+    Kind.OPTIONAL_MODE: _optional(parse_mode),
     Kind.NAME: _check_name,
     Kind.PATH: _check_path,
     Kind.REQUIRED_PATH: _check_required_path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple
@@ -28,8 +29,15 @@ def fields(struct: type[Struct]) -> Mapping[str, Any]:
 
 
 def bare(hint: Any) -> Any:
-    """The type without what `Annotated` added."""
+    """The type without what `Annotated` added and without its ``| None``."""
+    if is_optional(hint):
+        hint = next(arm for arm in typing.get_args(hint) if arm is not types.NoneType)
     return typing.get_args(hint)[0] if typing.get_origin(hint) is Annotated else hint
+
+
+def is_optional(hint: Any) -> bool:
+    """Whether the key may be unset: ``T | None``."""
+    return types.NoneType in typing.get_args(hint)
 
 
 def kind_of(hint: Any) -> Kind | None:

@@ -6,7 +6,7 @@ import tomllib
 import typing
 from typing import Any, Final
 
-from kvstore.config.schema import bare, rows_of
+from kvstore.config.schema import bare, is_optional, rows_of
 from kvstore.core.errors import InvalidRequest
 
 _BOOLS: Final = {
@@ -16,7 +16,12 @@ _BOOLS: Final = {
 
 
 def from_text(text: str, hint: Any, name: str) -> object:
-    """The value that ``text`` stands for in a key of type ``hint``; ``name`` is for the message of `InvalidRequest`."""
+    """The value that ``text`` stands for in a key of type ``hint``; ``name`` is for the message of `InvalidRequest`.
+
+    Empty text unsets a key that may be unset.
+    """
+    if is_optional(hint) and not text:
+        return None
     wanted = bare(hint)
     if wanted is bool:
         return _bool(text, name)

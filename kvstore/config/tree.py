@@ -27,6 +27,7 @@ class Kind(enum.Enum):
     OPTIONAL_HOST = enum.auto()
     URL = enum.auto()
     MODE = enum.auto()
+    OPTIONAL_MODE = enum.auto()
     NAME = enum.auto()
     PATH = enum.auto()
     REQUIRED_PATH = enum.auto()
@@ -43,12 +44,15 @@ OptionalAddress = Annotated[str, Kind.OPTIONAL_ADDRESS]
 OptionalHost = Annotated[str, Kind.OPTIONAL_HOST]
 Url = Annotated[str, Kind.URL]
 Mode = Annotated[str, Kind.MODE]
+OptionalMode = Annotated[str, Kind.OPTIONAL_MODE]
 Name = Annotated[str, Kind.NAME]
 Path = Annotated[str, Kind.PATH]
 RequiredPath = Annotated[str, Kind.REQUIRED_PATH]
 SocketPath = Annotated[str, Kind.SOCKET]
 StorePath = Annotated[str, Kind.STORE_PATH]
 AtLeastOne = Annotated[int, Meta(ge=1)]
+OwnerId = Annotated[int, Meta(ge=0, le=(1 << 32) - 2)]
+"""A user's or group's number; 2³² − 1 is (uid_t) −1, "leave it alone" in chown(2)."""
 
 DEFAULT_URL = "kvstore://127.0.0.1:7070"
 
@@ -170,7 +174,23 @@ class ClientConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MountConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """``master``, while it is not set, is ``worker.master``, else ``client.master``."""
+    """One mount: where, what it shows, how bytes pass, and what becomes of it when its process dies.
+
+    ``master``, while it is not set, is ``worker.master``, else ``client.master``.
+
+    ``passthrough``: ``auto`` uses it where the kernel (6.9 or later), CAP_SYS_ADMIN and the volumes' file system allow
+    it; ``on`` refuses to mount without it; ``off`` is the plain mode, without a keeper. ``direct_io`` and
+    ``read_ahead`` are about what does not pass through.
+
+    ``consistency``: ``cached`` serves entries of files for ``client.metadata_ttl`` (``stale_max`` more while the master
+    is away); ``strict`` asks the master each time, and fails when it is away.
+
+    ``uid``, ``gid`` and ``umask``, where they are set, are the owner and the permissions that every file and directory
+    shows, whoever made it; where they are not, the store says. An empty variable or flag means "not set".
+
+    ``deadline``: how long a call waits for a file system process that died or stopped until it gets EIO.
+    ``busy_wait``: how long SIGTERM waits for open files before it detaches the mount lazily; ``0`` does not wait.
+    """
 
     dir: Path = ""
     master: Url = DEFAULT_URL
@@ -184,6 +204,13 @@ class MountConfig(Struct, frozen=True, forbid_unknown_fields=True):
     read_ahead: Size = "1MiB"
     allow_other: bool = True
     staging_dir: Path = ""
+    passthrough: Literal["auto", "on", "off"] = "auto"
+    consistency: Literal["cached", "strict"] = "cached"
+    uid: OwnerId | None = None
+    gid: OwnerId | None = None
+    umask: OptionalMode = ""
+    deadline: PositiveDuration = "10s"
+    busy_wait: Duration = "5s"
 
     @property
     def http_address(self) -> HostPort | None:
@@ -201,6 +228,19 @@ class MountConfig(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def read_ahead_bytes(self) -> int:
         return parse_size(self.read_ahead)
+
+    @property
+    def umask_bits(self) -> int | None:
+        """The permissions that nobody gets; None where the store says."""
+        return parse_mode(self.umask) if self.umask else None
+
+    @property
+    def deadline_s(self) -> float:
+        return parse_duration_s(self.deadline)
+
+    @property
+    def busy_wait_s(self) -> float:
+        return parse_duration_s(self.busy_wait)
 
 
 class MountPoint(Struct, frozen=True, forbid_unknown_fields=True):

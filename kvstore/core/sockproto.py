@@ -68,7 +68,8 @@ class Seal(Message, tag="seal"):
     """Make the staging file a block (rule 5); the caller has closed its fds. Answered with `Sealed`.
 
     `hash` with `size_bytes` and `mtime_ns` of the moment it was taken lets the worker skip hashing if both still hold.
-    An empty file cannot be sealed (a file without bytes has no block): InvalidRequest.
+    An empty file cannot be sealed (a file without bytes has no block): InvalidRequest. Asked for again, be it by
+    another process of the same session, it is answered as before while the block is here.
     """
 
     staging: int
@@ -89,6 +90,8 @@ class Sealed(Message):
 
 
 class Abort(Message, tag="abort"):
+    """Throw the staging file away; also the block that it became, unless that was published: then NotFound."""
+
     staging: int
 
 
@@ -133,6 +136,17 @@ class StatReply(Message):
     blocks: int
 
 
+class Probe(Message, tag="probe"):
+    """A file of each volume in service, to find out what the kernel can do with them. Answered with `Probed`."""
+
+
+class Probed(Message):
+    """Per volume its id, its tier, and beside the message a read-only fd of an empty file without a name in it."""
+
+    volumes: list[int]
+    tiers: list[str]
+
+
 class Ok(Message):
     pass
 
@@ -143,7 +157,7 @@ class Failed(Message):
     fault: str = ""
 
 
-Request = Hello | Stage | Reserve | Seal | SealCopy | Abort | Open | Touch | Stat
+Request = Hello | Stage | Reserve | Seal | SealCopy | Abort | Open | Touch | Stat | Probe
 _requests = msgspec.msgpack.Decoder(tuple[int, Request])
 _heads = msgspec.msgpack.Decoder(tuple[int, int, msgspec.Raw])
 _encoder = msgspec.msgpack.Encoder()

@@ -16,12 +16,13 @@ from kvstore.fuse.inodes import Cached
 from kvstore.fuse.local import LocalFiles
 from kvstore.fuse.localfile import Key, LocalFile
 from kvstore.fuse.publishing import Publisher
+from kvstore.fuse.saved import Saved
 from kvstore.fuse.sealed import SealedFiles
 from kvstore.fuse.tree import Tree
 from kvstore.runtime import Runtime
 
 
-class Attributes(NamedTuple):
+class Wanted(NamedTuple):
     """What setattr changes; None stays."""
 
     mode: int | None
@@ -38,10 +39,11 @@ class Changes:
     """Whatever alters the tree. `is_temporary` tells which keys are names of this mount alone."""
 
     def __init__(
-        self, tree: Tree, local: LocalFiles, sealed: SealedFiles, files: Files, publisher: Publisher, runtime: Runtime
-    ) -> None:
+        self, tree: Tree, local: LocalFiles, sealed: SealedFiles, files: Files, publisher: Publisher, saved: Saved,
+        runtime: Runtime,
+    ) -> None:  # fmt: skip
         self._tree, self._local, self._sealed, self._files, self._publisher = tree, local, sealed, files, publisher
-        self._runtime = runtime
+        self._saved, self._runtime = saved, runtime
 
     async def mkdir(self, key: Key, mode: int, uid: int, gid: int) -> Cached:
         entry = await self._tree.master.mkdir(*key, mode, uid, gid)
@@ -100,7 +102,7 @@ class Changes:
             else:
                 self._local.detach_key(target)
 
-    async def set_attributes(self, inode: int, wanted: Attributes) -> Cached:
+    async def set_attributes(self, inode: int, wanted: Wanted) -> Cached:
         """Of a published file or a directory."""
         if wanted.is_empty:
             return await self._tree.by_inode(inode)
@@ -110,9 +112,10 @@ class Changes:
             opened.entry = entry._replace(replicas=opened.entry.replicas)
         return self._tree.learn_attributes(entry)
 
-    async def set_local_attributes(self, file: LocalFile, wanted: Attributes) -> None:
+    async def set_local_attributes(self, file: LocalFile, wanted: Wanted) -> None:
         """Of a local file; what the master has of it changes at once."""
         async with file.lock:
+            file.observe()
             if file.published and file.key is not None and not wanted.is_empty:
                 directory, name = file.key
                 entry = await self._tree.master.set_attr(directory, name, **wanted._asdict())
@@ -125,6 +128,7 @@ class Changes:
             if wanted.mtime_ns is not None:
                 file.mtime_ns, file.keep_mtime = wanted.mtime_ns, True
             file.ctime_ns = self._runtime.wall_ns()
+            self._saved.touch(file)
 
     async def expire(self, temp_ttl_s: float) -> None:
         """Drop temporary versions that nobody renamed, and local files that nobody opened after all."""
@@ -147,6 +151,7 @@ class Changes:
             self._local.temps.closed(target, file, self._runtime.monotonic_s())
         else:
             self._local.temps.opened(target, file)
+        self._saved.touch(file)
 
     async def _publish_temporary(self, file: LocalFile, source: Key, target: Key, no_replace: bool) -> None:
         there = self._tree.cache.by_name(target)
@@ -160,6 +165,7 @@ class Changes:
             raise
         finally:
             file.renaming = False
+            self._saved.touch(file)
         if there is not None and there.entry.inode != (file.entry.inode if file.entry else 0):
             self._lost_name(there.entry)
         self._local.move(file, target)
@@ -210,6 +216,7 @@ class Changes:
 
     async def _unname(self, file: LocalFile) -> None:
         file.key = None
+        self._saved.touch(file)
         if file.handles == 0:
             await self._files.discard(file)
 

@@ -4,6 +4,7 @@ the master's.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -15,11 +16,13 @@ import pyfuse3
 from kvstore.core.errors import MISSES, AlreadyExists, IsDirectory, KvError, NotFound, Stale
 from kvstore.core.recently import Recently
 from kvstore.core.types import Entry
+from kvstore.fuse.backing import Backing
 from kvstore.fuse.handles import HandleTable
 from kvstore.fuse.inodes import Cached, Numbers
-from kvstore.fuse.local import LocalFiles
+from kvstore.fuse.local import HAND_SHAKE_S, LocalFiles
 from kvstore.fuse.localfile import Key, LocalFile
 from kvstore.fuse.publishing import Publisher
+from kvstore.fuse.saved import HandleRecord, Saved
 from kvstore.fuse.sealed import SealedFile, SealedFiles
 from kvstore.fuse.staging import StagingArea
 from kvstore.fuse.tree import Tree
@@ -48,8 +51,9 @@ class Opened(NamedTuple):
     """What open answers beside the handle's number."""
 
     handle: int
-    direct: bool
-    keep_cache: bool
+    direct: bool = False
+    keep_cache: bool = False
+    passthrough: bool = False
 
 
 class Files:
@@ -62,12 +66,14 @@ class Files:
         sealed: SealedFiles,
         area: StagingArea,
         publisher: Publisher,
+        saved: Saved,
         runtime: Runtime,
         *,
         direct_io: bool,
     ) -> None:
         self._tree, self._local, self._sealed, self._area, self._publisher = tree, local, sealed, area, publisher
-        self._runtime, self._direct_io = runtime, direct_io
+        self._backing: Backing = area.backing
+        self._saved, self._runtime, self._direct_io = saved, runtime, direct_io
         self.handles: HandleTable[Handle] = HandleTable()
         self._outdated: Recently[Key] = Recently(OUTDATED_S)
 
@@ -79,13 +85,13 @@ class Files:
         if temporary:
             file = self._local.new(key, True, mode, uid, gid, now_ns)
             self._local.temps.opened(key, file)
-            return self._hand_out_local(file, file.inode, flags), file
+            return await self._hand_out_written(file, file.inode, flags, truncate=True), file
         file = self._local.by_key.get(key) or self._local.new(key, False, mode, uid, gid, now_ns)
         number = file.inode
         self._local.opened(file, number, writes=True)  # from here on it is not swept away
         try:
             await self._create_ordinary(file, exclusive=bool(flags & os.O_EXCL), truncate=bool(flags & os.O_TRUNC))
-            return self._add(file, number, flags), file
+            return self._add_local(file, number, flags), file
         except BaseException:
             await self._close(file, number, writes=True)
             raise
@@ -111,10 +117,14 @@ class Files:
         file = self._writable(number)
         if file.temporary and file.key is not None and self._local.temps.is_flushed(file.key, file):
             self._local.temps.opened(file.key, file)
+            self._saved.touch(file)
         return await self._area.write(file, offset, data)
 
     async def truncate(self, file: LocalFile, size_bytes: int) -> None:
+        """Raises Stale where a reader has the bytes as a block that cannot be exchanged under it."""
+        self._check_exchangeable(file)
         await self._area.truncate(file, size_bytes)
+        self._saved.touch(file)
 
     async def flush(self, number: int) -> None:
         """A close(), of this or of a duplicate."""
@@ -126,6 +136,7 @@ class Files:
             await self._area.hash(file)
             if file.key is not None:  # no-op when it was renamed meanwhile
                 self._local.temps.flushed(file.key, file)
+            self._saved.touch(file)
         else:
             await self._publisher.flush(file)
 
@@ -136,6 +147,7 @@ class Files:
 
     async def release(self, number: int) -> None:
         handle = self.handles.pop(number)
+        self._saved.handle(number, None)
         if isinstance(handle.file, SealedFile):
             self._sealed.release(handle.file)
         else:
@@ -201,60 +213,74 @@ class Files:
         await self._prepare(file, truncate)
 
     async def _open_local(self, number: int, flags: int, writes: bool) -> Opened:
-        file = self._local.to_open(number)
+        file = self._local.get(number)
         if file is None:
             raise Stale("this version of the file is gone")
-        expected = file.is_expected(self._runtime.monotonic_s())
         if not writes:
-            return await self._open_local_to_read(number, flags, expected)
-        if file.temp_key is not None and not expected:
-            return self._hand_out_local(await self._version_to_write(file, file.temp_key, flags), number, flags)
+            return await self._open_local_to_read(file, number, flags)
+        if file.temp_key is not None and not file.is_expected(self._runtime.monotonic_s()):
+            file, truncate = await self._version_to_write(file, number, flags)
+        else:
+            truncate = bool(flags & os.O_TRUNC)
+        return await self._hand_out_written(file, number, flags, truncate=truncate)
+
+    async def _hand_out_written(self, file: LocalFile, number: int, flags: int, *, truncate: bool) -> Opened:
+        self._check_exchangeable(file)
         self._local.opened(file, number, writes=True)
         try:
-            await self._prepare(file, bool(flags & os.O_TRUNC))
-            return self._add(file, number, flags)
+            await self._prepare(file, truncate)
+            return self._add_local(file, number, flags)
         except BaseException:
             await self._close(file, number, writes=True)
             raise
 
-    async def _open_local_to_read(self, number: int, flags: int, expected: bool) -> Opened:
-        file = self._local.get(number)
-        if file is None:
-            raise Stale("this version of the file is gone")
-        if expected and not file.temporary and file.entry is not None:
-            # The look-up came while a writer's number stood for the name: this reader gets what was published last,
-            # past the page cache, which is the writer's.
-            opened = self._hand_out(await self._open_sealed(await self._tree.by_inode(file.entry.inode)))
-            return opened._replace(direct=True, keep_cache=False)
-        await self._load(file)
-        return self._hand_out_local(file, number, flags)
+    async def _open_local_to_read(self, file: LocalFile, number: int, flags: int) -> Opened:
+        if not file.temporary and file.published and file.looked_up:
+            # Its look-up came while a writer's number stood for the name. As soon as the writer is here, another
+            # look-up leads to what was published last.
+            async with asyncio.timeout(HAND_SHAKE_S):
+                await file.arrived.wait()
+            raise Stale("a writer's number: look it up again")
+        self._local.opened(file, number, writes=False)
+        try:
+            await self._load(file)
+            return self._add_local(file, number, flags)
+        except BaseException:
+            await self._close(file, number, writes=False)
+            raise
 
-    async def _version_to_write(self, found: LocalFile, key: Key, flags: int) -> LocalFile:
-        """The version that an open of `found`, looked up as temporary `key`, writes: never one that somebody else may
-        be writing.
+    async def _version_to_write(self, found: LocalFile, number: int, flags: int) -> tuple[LocalFile, bool]:
+        """The version that an open of `found`, looked up as temporary name, writes, and whether it begins empty: never
+        one that somebody else may be writing.
+
+        Raises Stale when somebody was quicker. The look-up that follows is answered a number of its own.
         """
-        appends = bool(flags & os.O_APPEND) or (flags & _ACCESS) == os.O_RDWR
-        if self._local.temps.is_ready(key, found):
-            fresh = self._local.rewrite(found, self._runtime.wall_ns(), self._runtime.monotonic_s())
-            if appends and not flags & os.O_TRUNC and found.size_bytes:
-                await self._area.copy(found, fresh)
-            return fresh
-        if self._local.temps.is_open(key, found) and not found.inherited:
-            return found  # known to its writer alone, who opens his own descriptor again (/proc/self/fd)
-        if appends:
+        key, now_s = found.temp_key, self._runtime.monotonic_s()
+        if found.key != key or key is None:
+            raise Stale("renamed meanwhile: look it up again")
+        if self._local.temps.is_open(key, found) and not found.looked_up:
+            return found, bool(flags & os.O_TRUNC)  # its writer opens his own descriptor again (/proc/self/fd)
+        if not self._local.temps.is_ready(key, found) or self._local.is_open(number):
+            self._local.contested(key, now_s)
             raise Stale("another writer was quicker: look it up again")
-        # Since the look-up another writer has opened or renamed that version. This handle, which goes past the page
-        # cache, gets one of its own behind the same number: a new look-up could lose the race again, and the kernel
-        # makes only one.
-        version = self._local.new(key, True, found.mode, found.uid, found.gid, self._runtime.wall_ns())
-        self._local.temps.opened(key, version)
-        return version
+        fresh = self._local.rewrite(found, number, self._runtime.wall_ns(), now_s)
+        appends = bool(flags & os.O_APPEND) or (flags & _ACCESS) == os.O_RDWR
+        if appends and not flags & os.O_TRUNC and found.size_bytes:
+            await self._area.copy(found, fresh)
+        return fresh, False
+
+    def _check_exchangeable(self, file: LocalFile) -> None:
+        """With passthrough one inode has one file behind it as long as anybody has it open."""
+        if self._backing.passthrough and file.staged is None and file.handles and file.size_bytes:
+            raise Stale("its readers have it as a sealed block: look it up again")
 
     async def _prepare(self, file: LocalFile, truncate: bool) -> None:
         """Its bytes are there, or gone."""
         if not truncate:
             await self._load(file)
-        elif file.size_bytes:
+        if self._backing.passthrough:
+            await self._area.begin(file, truncate=truncate)
+        elif truncate and file.size_bytes:
             await self._area.truncate(file, 0)
 
     async def _load(self, file: LocalFile) -> None:
@@ -294,18 +320,29 @@ class Files:
             raise
 
     def _hand_out(self, file: SealedFile) -> Opened:
-        handle = self.handles.add(Handle(file, file.entry.inode))
+        inode = file.entry.inode
+        handle = self._add(Handle(file, inode), HandleRecord(inode, 0, False, file.entry))
+        if self._backing.passthrough and file.fd >= 0:
+            self._backing.offer(inode, file.fd)
+            return Opened(handle, passthrough=True)
         return Opened(handle, direct=self._direct_io, keep_cache=True)
 
-    def _hand_out_local(self, file: LocalFile, number: int, flags: int) -> Opened:
-        self._local.opened(file, number, writes=(flags & _ACCESS) != os.O_RDONLY)
-        return self._add(file, number, flags)
-
-    def _add(self, file: LocalFile, number: int, flags: int) -> Opened:
+    def _add_local(self, file: LocalFile, number: int, flags: int) -> Opened:
         """A handle that only writes goes past the page cache: nobody can map it, and a copy of every byte is saved."""
         access = flags & _ACCESS
-        handle = self.handles.add(Handle(file, number, writes=access != os.O_RDONLY))
-        return Opened(handle, direct=self._direct_io or access == os.O_WRONLY, keep_cache=False)
+        writes = access != os.O_RDONLY
+        handle = self._add(Handle(file, number, writes), HandleRecord(number, file.id, writes, None))
+        self._saved.touch(file)
+        if self._backing.passthrough and file.block_fd >= 0:
+            file.mapped = file.mapped or access == os.O_RDWR
+            self._backing.offer(number, file.block_fd)
+            return Opened(handle, passthrough=True)
+        return Opened(handle, direct=self._direct_io or access == os.O_WRONLY)
+
+    def _add(self, handle: Handle, record: HandleRecord) -> int:
+        number = self.handles.add(handle)
+        self._saved.handle(number, record)
+        return number
 
     async def _close(self, file: LocalFile, number: int, writes: bool) -> None:
         """A handle is gone; with the last one goes what has no name. Writes through a map may have come after the last
@@ -315,14 +352,14 @@ class Files:
         if file.temporary:
             if writes and file.writers == 0 and file.key is not None and not file.renaming:
                 self._local.temps.closed(file.key, file, self._runtime.monotonic_s())
-        elif writes and file.is_dirty:
+        elif writes and (file.is_dirty or (file.seen is not None and file.writers == 0)):
             try:
                 await self._publisher.flush(file)
             except KvError as error:
                 log.error("a file was closed whose last changes could not be published: %s", error.message)
-        if (
-            file.handles == 0
-            and (file.key is None or not file.temporary)
-            and not file.is_expected(self._runtime.monotonic_s())
-        ):
+        if file.is_expected(self._runtime.monotonic_s()) or (file.temporary and file.key is not None):
+            return
+        if file.handles == 0:
             await self.discard(file)
+        elif file.published and file.writers == 0 and self._backing.passthrough:
+            self._local.forget_name(file)  # whoever reads it goes on; the next writer begins anew

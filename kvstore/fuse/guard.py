@@ -1,9 +1,9 @@
 """The one guard around every FUSE operation.
 
 In asyncio mode pyfuse3 swallows what a handler raises, unless it is a FUSEError: no reply, no log line, and the caller
-hangs for ever (pyfuse3 issue 93). So every handler runs inside `guarded`: it has a deadline, and every exception, a
-cancellation included, ends as a log line and an errno. `guarded_operations` wraps a whole class, so that nobody can
-forget one.
+hangs for ever (pyfuse3 issue 93). So every handler runs inside `guarded`: it has a deadline, every exception, a
+cancellation included, ends as a log line and an errno, and before each reply what a successor needs is saved
+(`commit`). `guarded_operations` wraps a whole class, so that nobody can forget one.
 """
 
 from __future__ import annotations
@@ -61,18 +61,27 @@ def guarded(handler: Handler, timeout_s: float = MOUNT_OPERATION_TIMEOUT_S) -> H
         try:
             async with asyncio.timeout(timeout_s):
                 result = await handler(*args)
+            args[0].commit()
             counts[name, "ok"] += 1
             return result
         except BaseException as error:  # noqa: BLE001 - the one guard
             code = errno_of(error)
             counts[name, errno.errorcode.get(code, str(code))] += 1
             _log(name, args[1:], error, code)
+            _commit(args[0])
             if name in NO_REPLY:
                 return None
             raise pyfuse3.FUSEError(code) from None
 
     guard.__dict__["guards"] = handler
     return guard
+
+
+def _commit(operations: Any) -> None:
+    try:
+        operations.commit()
+    except Exception:
+        log.exception("what a successor needs could not be saved")
 
 
 def is_guarded(handler: object) -> bool:

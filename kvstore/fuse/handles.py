@@ -1,6 +1,7 @@
 """Open handles: small integers the kernel gets, and what stands behind them.
 
-Numbers are below 2**32 (the upper half of the kernel's 64 bits is for passthrough), never 0, and not used again soon.
+Numbers are below 2**32, never 0, and not used again soon. The bits above say what kind of handle it is: of a directory
+(`DIRECTORY_BIT`), served by passthrough (`keeper.channel.PASSTHROUGH_BIT`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Final, Generic, TypeVar
 from kvstore.core.errors import Overloaded, Stale
 
 MAX_HANDLE: Final = 2**32 - 1
+DIRECTORY_BIT: Final = 1 << 32
 MAX_OPEN: Final = 65_536
 """Handles open at a time."""
 
@@ -48,6 +50,11 @@ class HandleTable(Generic[H]):
         handle = self.get(number)
         del self._open[number]
         return handle
+
+    def restore(self, number: int, handle: H) -> None:
+        """One that a former process opened. New ones begin behind it."""
+        self._open[number] = handle
+        self._next = max(self._next, number % MAX_HANDLE + 1)
 
     def all(self) -> list[H]:
         return list(self._open.values())

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from kvstore.core.types import LOCAL_INODE_BIT, Entry
 
 KERNEL_ROOT: Final = 1
+_GENERATION_SHIFT: Final = 40
 MAX_FILES: Final = 32_768
 """Remembered files, about 700 bytes each. The kernel's own cache is bigger; what fell out here costs one call."""
 MAX_DIRECTORIES: Final = 65_536
@@ -26,9 +27,10 @@ Key = tuple[int, str]
 class Numbers:
     """Inode numbers of the kernel ⇄ of the master, and new local ones."""
 
-    def __init__(self, root: int) -> None:
+    def __init__(self, root: int, generation: int = 0) -> None:
+        """`generation`: of the process, among those that serve one mount one after the other."""
         self.root = root
-        self._local = itertools.count(LOCAL_INODE_BIT + 1)
+        self._local = itertools.count((LOCAL_INODE_BIT | generation << _GENERATION_SHIFT) + 1)
 
     def to_master(self, inode: int) -> int:
         return self.root if inode == KERNEL_ROOT else inode

@@ -16,6 +16,8 @@ from kvstore.fuse.localfile import LocalFile
 from kvstore.fuse.tree import Question, Tree
 
 PAGE_NAMES: Final = 1024
+_UNKNOWN: Final = ""
+"""In place of a name that a former process listed."""
 
 Row = tuple[int, str, Cached | LocalFile]
 """Position behind it, name, what it leads to."""
@@ -45,10 +47,19 @@ class Listing:
         self._asked_s = 0.0
         self._extra: list[tuple[str, LocalFile]] = []
 
+    def mark(self, position: int) -> tuple[int, str]:
+        """For `resume`: how many names of the master's list lie before this position, and the last of them."""
+        names = min(position, len(self._names))
+        return names, self._names[names - 1] if names else ""
+
+    def resume(self, names: int, after: str) -> None:
+        """Go on in another process where a `mark` was made."""
+        self._names, self._after = [_UNKNOWN] * names, after
+
     async def row(self, position: int) -> Row | None:
         """The entry at this position, or the next one that is still there; None at the end. Position 0 begins anew."""
-        if position == 0:
-            self._rewind()
+        if position == 0 or self._names[position - 1 : position + 1] == [_UNKNOWN, _UNKNOWN]:
+            self._rewind()  # or back to before a resume, which only seekdir(3) does
         while True:
             while position >= len(self._names) and not self._complete:
                 await self._fetch_next()

@@ -1,15 +1,15 @@
 """The table of local files: by number, by name, and the hand-shake that leads a write-open of a sealed file to one.
 
-A sealed file is never written, and its inode number stands for its content: readers have it in their page cache. So an
-open for writing is answered ESTALE once; the kernel looks the name up again, is answered a local inode
-(`LocalFiles.expected`), and opens that. Until it has, every look-up of the name is answered the local inode; before and
-after, the published one. So readers on this mount see what was published last, as everybody else does, and the writer
-sees its own bytes.
+A sealed file is never written, and its inode number stands for its content: readers have it in their page cache, or
+read its block by passthrough. So an open for writing is answered ESTALE once; the kernel looks the name up again, is
+answered a local inode (`LocalFiles.expected`), and opens that. Until it has, every look-up of the name is answered the
+local inode; before and after, the published one. So readers on this mount see what was published last, as everybody
+else does, and the writer sees its own bytes.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import Final
 
@@ -17,12 +17,12 @@ from kvstore.core.types import Entry
 from kvstore.fuse.inodes import Numbers
 from kvstore.fuse.localfile import Key, LocalFile
 from kvstore.fuse.names import TempNames
+from kvstore.fuse.saved import NOTHING_SAVED, Saved
 
 HAND_SHAKE_S: Final = 1.0
 """How long the second open may take to come. It comes within microseconds, unless it is refused on the way."""
-
-MAX_GONE: Final = 1024
-"""Temporary versions remembered after they went; an open follows its look-up within microseconds."""
+MAX_ALIASES: Final = 1024
+"""Numbers that were given for one look-up each; its open follows within microseconds."""
 
 
 class LocalFiles:
@@ -30,42 +30,71 @@ class LocalFiles:
 
     * `by_key`: ordinary names that are open for writing, or about to be;
     * `temps`: the versions of temporary names;
-    * `_opened_as`: by the number that the kernel used, the files that were opened as it and are still open. Between a
-      look-up and its open a temporary version may be renamed or written anew; then that open gets a version of its own
-      behind the number;
-    * `_gone`: temporary versions that went not long ago, for opens that are still on their way.
+    * `_opens`: open handles by the number that the kernel opened. All handles of a number are of one file;
+    * `_contested`: temporary names for whose versions two writers raced not long ago, each with the time until which
+      every look-up is answered a number of its own (`_aliases`), so that the next open cannot lose the race again: the
+      kernel tries only once more.
     """
 
-    def __init__(self, numbers: Numbers) -> None:
-        self._numbers = numbers
+    def __init__(self, numbers: Numbers, saved: Saved = NOTHING_SAVED) -> None:
+        self._numbers, self._saved = numbers, saved
         self._files: dict[int, LocalFile] = {}
-        self._opened_as: dict[int, list[LocalFile]] = {}
-        self._gone: OrderedDict[int, LocalFile] = OrderedDict()
+        self._opens: Counter[int] = Counter()
+        self._aliases: OrderedDict[int, LocalFile] = OrderedDict()
+        self._contested: dict[Key, float] = {}
         self._wanted: dict[int, tuple[int, float]] = {}
         self.by_key: dict[Key, LocalFile] = {}
         self.temps: TempNames[LocalFile] = TempNames()
 
     def get(self, inode: int) -> LocalFile | None:
-        """The file with this number, or else the one that was opened last as it."""
-        opened = self._opened_as.get(inode)
-        return self._files.get(inode) or (opened[-1] if opened else None)
-
-    def to_open(self, inode: int) -> LocalFile | None:
-        """What an open of this number finds: a temporary version may have gone since its look-up."""
-        return self.get(inode) or self._gone.get(inode)
+        """The file with this number."""
+        file = self._files.get(inode)
+        if file is None and (alias := self._aliases.get(inode)) is not None:
+            return alias if self._files.get(alias.inode) is alias else None
+        return file
 
     def all(self) -> list[LocalFile]:
         return list(self._files.values())
 
+    def is_open(self, number: int) -> bool:
+        """Whether somebody has a file open as this number."""
+        return self._opens[number] > 0
+
     def new(self, key: Key, temporary: bool, mode: int, uid: int, gid: int, now_ns: int) -> LocalFile:
         """An empty one."""
-        file = LocalFile(self._numbers.new_local(), key, temporary, mode, uid, gid, now_ns, now_ns)
-        self._files[file.inode] = file
+        number = self._numbers.new_local()
+        file = LocalFile(number, number, key, temporary, mode, uid, gid, now_ns, now_ns)
+        self.add(file)
         if temporary:
             file.temp_key = key
         else:
             self.by_key[key] = file
         return file
+
+    def add(self, file: LocalFile) -> None:
+        """Under its number; the names are the caller's."""
+        self._files[file.inode] = file
+        self._saved.touch(file)
+
+    def shown(self, key: Key, now_s: float) -> tuple[LocalFile, int] | None:
+        """What a look-up of a temporary name is answered: the version, and the number to give for it."""
+        version = self.temps.lookup(key)
+        if version is None:
+            return None
+        version.looked_up = True
+        self._saved.touch(version)
+        if now_s >= self._contested.get(key, 0.0):
+            return version, version.inode
+        alias = self._numbers.new_local()
+        self._aliases[alias] = version
+        if len(self._aliases) > MAX_ALIASES:
+            self._aliases.popitem(last=False)
+        return version, alias
+
+    def contested(self, key: Key | None, now_s: float) -> None:
+        """An open of this temporary name came too late for the version that its look-up was answered."""
+        if key is not None:
+            self._contested[key] = now_s + HAND_SHAKE_S
 
     def want(self, inode: int, key: Key | None, now_s: float) -> None:
         """A write-open of sealed `inode`, last seen as `key`, is about to be answered ESTALE."""
@@ -83,30 +112,40 @@ class LocalFiles:
         if count and now_s < until_s:
             file = file or self._from_entry(key, entry)
             _expect(file, count, until_s)
-        return file if file and file.is_expected(now_s) else None
+        if file is None or not file.is_expected(now_s):
+            return None
+        file.looked_up = True
+        return file
 
     def opened(self, file: LocalFile, number: int, writes: bool) -> None:
         """A new handle, which the kernel opened as `number`."""
-        self._opened_as.setdefault(number, []).append(file)
+        self._opens[number] += 1
         file.handles += 1
         if writes:
             file.writers += 1
             file.expected_opens = max(0, file.expected_opens - 1)
+            if file.expected_opens == 0:
+                file.arrived.set()
 
     def closed(self, file: LocalFile, number: int, writes: bool) -> None:
         """A handle is gone."""
-        opened = self._opened_as[number]
-        opened.remove(file)
-        if not opened:
-            del self._opened_as[number]
+        self._opens[number] -= 1
+        if not self._opens[number]:
+            del self._opens[number]
         file.handles -= 1
         file.writers -= writes
+        self._saved.touch(file)
 
     def detach(self, file: LocalFile) -> None:
         """It has lost its name: whoever has it open goes on, nobody else will see it."""
+        self.forget_name(file)
+        file.key = None
+        self._saved.touch(file)
+
+    def forget_name(self, file: LocalFile) -> None:
+        """Nobody will find it by its name any more, which it keeps."""
         if file.key is not None and self.by_key.get(file.key) is file:
             del self.by_key[file.key]
-        file.key = None
 
     def detach_key(self, key: Key) -> None:
         file = self.by_key.get(key)
@@ -121,12 +160,19 @@ class LocalFiles:
         file.key, file.temporary = key, False
         self.by_key[key] = file
 
-    def rewrite(self, old: LocalFile, now_ns: int, now_s: float) -> LocalFile:
-        """A write-open of closed temporary `old`: an empty version under its number, the old bytes get another."""
+    def rewrite(self, old: LocalFile, number: int, now_ns: int, now_s: float) -> LocalFile:
+        """A write-open, as `number`, of closed temporary `old`: an empty version takes the number, the old bytes keep
+        theirs or get another.
+        """
         assert old.key is not None
-        fresh = LocalFile(old.inode, old.key, True, old.mode, old.uid, old.gid, now_ns, now_ns)
-        fresh.temp_key, fresh.inherited, old.inode = old.key, True, self._numbers.new_local()
-        self._files[fresh.inode], self._files[old.inode] = fresh, old
+        fresh = LocalFile(
+            self._numbers.new_local(), number, old.key, True, old.mode, old.uid, old.gid, now_ns, now_ns,
+            temp_key=old.key, looked_up=True,
+        )  # fmt: skip
+        if self._aliases.pop(number, None) is None:
+            old.inode = self._numbers.new_local()
+            self.add(old)
+        self.add(fresh)
         self.temps.rewritten(old.key, old, fresh, now_s)
         return fresh
 
@@ -136,10 +182,7 @@ class LocalFiles:
             self.temps.remove(file.key, file)
         self.detach(file)
         self._files.pop(file.inode, None)
-        if file.temp_key is not None:
-            self._gone[file.inode] = file
-            if len(self._gone) > MAX_GONE:
-                self._gone.popitem(last=False)
+        self._saved.remove(file)
 
     def abandoned(self, now_s: float) -> Iterator[LocalFile]:
         """Ordinary files that nobody has open and no open is on its way to."""
@@ -149,6 +192,9 @@ class LocalFiles:
         for inode, (_, until_s) in list(self._wanted.items()):
             if now_s >= until_s:
                 del self._wanted[inode]
+        for key, until_s in list(self._contested.items()):
+            if now_s >= until_s:
+                del self._contested[key]
 
     def _from_entry(self, key: Key, entry: Entry) -> LocalFile:
         file = self.new(key, False, entry.mode, entry.uid, entry.gid, entry.mtime_ns)
@@ -159,3 +205,4 @@ class LocalFiles:
 def _expect(file: LocalFile, count: int, until_s: float) -> None:
     file.expected_opens += count
     file.expected_until_s = max(file.expected_until_s, until_s)
+    file.arrived.clear()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from kvstore.client.sockets import SealedBlock
 from kvstore.client.staging import Staging
+from kvstore.core.errors import KvError
 from kvstore.core.hashing import BlockHasher
 from kvstore.core.types import Entry
 
@@ -31,12 +32,15 @@ class LocalFile:
     """One inode of this mount's own (bit 62): a version of a temporary name, or an ordinary name that is open for
     writing.
 
-    Its bytes are in one of three places: nowhere (empty), in a block that is only read (`block_fd`: the block it began
-    with, or what was sealed last), or in a staging file (`staged`). The first change of a block makes a staging file
-    with its bytes, so that a sealed file is never written.
+    Its bytes are in one of three places: nowhere (empty), in a block that is only read (the one it began with, or what
+    was sealed last), or in a staging file (`staged`). The first change of a block makes a staging file with its bytes,
+    so that a sealed file is never written. `block_fd` reads them wherever they are.
     """
 
+    id: int
+    """Never another file's; `inode` may change (`LocalFiles.rewrite`)."""
     inode: int
+    """The kernel's number."""
     key: Key | None
     """Its name; None when it has none any more (unlinked, replaced): then it is never published."""
     temporary: bool
@@ -71,8 +75,14 @@ class LocalFile:
     """The temporary name it has, or had until it was renamed: an open by that name may still be on its way to this
     number.
     """
-    inherited: bool = False
-    """Its number was another version's: an open may still be on its way to that one."""
+    looked_up: bool = False
+    """A look-up was answered its number: an open of it need not come from its writer."""
+    mapped: bool = False
+    """It was opened read-write, so somebody may have mapped it: stores to a map go unseen, no earlier hash counts."""
+    seen: tuple[int, int] | None = None
+    """(size, mtime_ns) of the staging file when it was looked at last: by passthrough it changes behind our back."""
+    failed: KvError | None = None
+    """It grew beyond what it may have and was emptied: what whoever wants to hash or publish it is told."""
     renaming: bool = False
     """A rename of this temporary version is on its way: it is in no list of versions."""
     writers: int = 0
@@ -80,6 +90,8 @@ class LocalFile:
     expected_opens: int = 0
     """Write-opens that were sent to look the name up again and will come back (ESTALE)."""
     expected_until_s: float = 0.0
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when no write-open is expected any more."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by whatever waits while it changes the bytes or publishes them."""
 
@@ -99,13 +111,28 @@ class LocalFile:
         """Bytes changed. Whatever was known of the former ones is void."""
         self.changes += 1
         self.size_bytes = size_bytes
-        self.sealed = self.hashed = None
+        self.sealed = self.hashed = self.failed = None
         self.mtime_ns = self.ctime_ns = now_ns
         self.keep_mtime = False
 
+    def observe(self) -> None:
+        """Take over what passthrough writes did to the staging file: one fstat."""
+        if self.seen is None or self.staged is None or self.staged.fd < 0:
+            return
+        status = os.fstat(self.staged.fd)
+        if (status.st_size, status.st_mtime_ns) != self.seen:
+            self.changed(status.st_size, status.st_mtime_ns)
+            self.seen = (status.st_size, status.st_mtime_ns)
+            self.hasher = None
+
+    def look(self) -> None:
+        """Its staging file is as it should be: only what happens from here on is a change."""
+        status = os.fstat(self.fd)
+        self.seen = (status.st_size, status.st_mtime_ns)
+
     @property
     def fd(self) -> int:
-        """Where its bytes can be read now; -1 when there are none."""
+        """Where its bytes are now, writable in a staging file; -1 when there are none."""
         return self.block_fd if self.staged is None else self.staged.fd
 
     def set_block(self, fd: int) -> None:

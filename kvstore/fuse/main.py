@@ -1,11 +1,11 @@
-"""The mount's process: checks, connects, mounts, serves, unmounts."""
+"""The mount's process: connects, serves, ends. Plain, it mounts by itself; under a keeper, the keeper has mounted."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
-import signal
 from collections.abc import Callable
 from typing import Final
 
@@ -14,22 +14,18 @@ import pyfuse3.asyncio
 import uvloop
 
 from kvstore.client.aio import AsyncClient
-from kvstore.config import Config, MountConfig, require_mount_dir
-from kvstore.core.errors import Denied, KvError, NotDirectory
+from kvstore.config import Config, require_mount_dir
+from kvstore.core.errors import KvError, NotDirectory
 from kvstore.core.types import Entry
-from kvstore.fuse import metrics, mountpoint
+from kvstore.fuse import metrics, mountpoint, plain
+from kvstore.fuse.assembly import build, new_saved
+from kvstore.fuse.attached import Keeper, TakeOver, die_with
 from kvstore.fuse.changes import Changes
 from kvstore.fuse.circuit import Master
-from kvstore.fuse.files import Files
-from kvstore.fuse.inodes import EntryCache, Numbers
-from kvstore.fuse.local import LocalFiles
-from kvstore.fuse.names import TempPatterns
 from kvstore.fuse.ops import Operations, Parts
-from kvstore.fuse.publishing import Publisher
-from kvstore.fuse.sealed import SealedFiles
-from kvstore.fuse.space import Space
-from kvstore.fuse.staging import StagingArea
-from kvstore.fuse.tree import Tree
+from kvstore.fuse.restore import restore
+from kvstore.fuse.saved import Facts, Recovered, Saved, SavedState
+from kvstore.keeper.channel import Inheritance
 from kvstore.obs import notify
 from kvstore.obs.http import serve
 from kvstore.runtime import Runtime, SystemRuntime
@@ -41,88 +37,135 @@ MIN_TASKS: Final = 16
 """Tasks that stay, each with a buffer of 1 MiB: a new buffer for every burst costs a page fault per 4 KiB."""
 MAX_TASKS: Final = 1024
 """Operations at a time. With the master away each may wait for its deadline, and the rest of the mount must go on."""
-BUSY_WAIT_S: Final = 5.0
-"""How long SIGTERM waits for open files before it detaches the mount."""
 SWEEP_S: Final = 2.0
-_RETRY_S: Final = 0.2
+DROP_TIMEOUT_S: Final = 5.0
 
 Announce = Callable[[str], None]
 """Told one line when the mount serves."""
 
 
-def main(config: Config, announce: Announce = print) -> None:
-    """Run until the mount is unmounted, or SIGTERM or SIGINT. Raises KvError when it cannot start."""
+def main(config: Config, why_plain: str = "", announce: Announce = print) -> None:
+    """Run until the mount is unmounted, or SIGTERM or SIGINT. Raises KvError when it cannot start.
+
+    `why_plain`: why there is no passthrough, for the ready line.
+    """
     require_mount_dir(config)
-    uvloop.run(run(config, announce))
+    inheritance = Inheritance.from_environment()
+    if inheritance is not None:
+        die_with(os.getppid())
+    uvloop.run(Mount(config, inheritance, why_plain, announce).run())
 
 
-async def run(config: Config, announce: Announce = print) -> None:
-    """The same on a running loop. One mount a process: pyfuse3's session is global."""
-    mountpoint.check_prerequisites()
-    directory = mountpoint.absolute(config.mount.dir)
-    cleaned = await asyncio.to_thread(mountpoint.prepare, directory)
-    if cleaned:
-        log.warning("%s", cleaned)
-    runtime = SystemRuntime(THREADS, "mount")
-    client = AsyncClient(
-        config.mount.master,
-        worker_socket=config.mount.worker_socket,
-        staging_dir=config.mount.staging_dir or None,
-        runtime=runtime,
-    )
-    try:
-        await _serve(config, directory, client, runtime, announce)
-    finally:
-        await client.close()
+class Mount:
+    """One mount a process: pyfuse3's session is global."""
+
+    def __init__(self, config: Config, inheritance: Inheritance | None, why_plain: str, announce: Announce) -> None:
+        self._config, self._why_plain, self._announce = config, why_plain, announce
+        self._directory = mountpoint.absolute(config.mount.dir)
+        self._keeper = Keeper(inheritance) if inheritance else None
+
+    async def run(self) -> None:
+        config, runtime = self._config, SystemRuntime(THREADS, "mount")
+        saved = new_saved(self._keeper)
+        client = AsyncClient(
+            config.mount.master,
+            worker_socket=config.mount.worker_socket,
+            staging_dir=config.mount.staging_dir or None,
+            runtime=runtime,
+            session=self._keeper.inheritance.session if self._keeper else None,
+        )
+        try:
+            await self._serve(client, saved, runtime)
+        finally:
+            await client.close()
+
+    async def _serve(self, client: AsyncClient, saved: Saved, runtime: Runtime) -> None:
+        """A successor asks the master nothing: it may be away just now. It reads what was saved twice: for the facts,
+        and for the rest when its predecessor has written the last of it.
+        """
+        recovered = saved.recover() if isinstance(saved, SavedState) else None
+        facts = recovered.facts if recovered else None
+        await client.start(known_cluster=facts.cluster if facts else "")
+        master = Master(client.meta)
+        if facts is None:
+            facts = await _learn(client, master, self._config)
+        parts = build(self._config, client, master, facts, saved, self._keeper, runtime)
+        operations = Operations(parts)
+        http, _ = await serve(self._config.mount.http_address, metrics.routes(operations, parts, master))
+        try:
+            await self._start(operations, parts, client, facts)
+            await self._until_the_end(parts, client, runtime)
+        finally:
+            await http.close()
+            await master.close()
+
+    async def _start(self, operations: Operations, parts: Parts, client: AsyncClient, facts: Facts) -> None:
+        pyfuse3.asyncio.enable()
+        if self._keeper is None:
+            plain.mount(operations, self._directory, self._config.mount)
+            return
+        taken = await self._keeper.take()
+        if isinstance(parts.saved, SavedState):
+            await self._take_over(operations, parts, client, taken, parts.saved.recover())
+        parts.saved.facts(facts)
+        parts.saved.commit()
+        pyfuse3.init(operations, f"/dev/fd/{self._keeper.inheritance.fuse_fd}", set())
+
+    async def _take_over(
+        self, operations: Operations, parts: Parts, client: AsyncClient, taken: TakeOver, recovered: Recovered
+    ) -> None:
+        await restore(operations, parts, client.blocks, recovered, taken)
+        if recovered.facts is not None:
+            files, handles = len(recovered.files), len(taken.table.opens)
+            log.info("took over", extra={"files": files, "handles": handles, "repeated": len(taken.table.again)})
+
+    async def _until_the_end(self, parts: Parts, client: AsyncClient, runtime: Runtime) -> None:
+        tasks = [
+            asyncio.create_task(_sweep(parts.changes, self._config.mount.temp_ttl_s, runtime)),
+            asyncio.create_task(self._when_it_serves(client)),
+        ]
+        if self._keeper is None:
+            tasks.append(asyncio.create_task(plain.stop_on_signal(self._directory, self._config.mount.busy_wait_s)))
+        else:
+            self._keeper.on_end(pyfuse3.terminate)
+            tasks.append(asyncio.create_task(self._keeper.beat()))
+        try:
+            await pyfuse3.main(min_tasks=MIN_TASKS, max_tasks=MAX_TASKS)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            if self._keeper is None:
+                await asyncio.to_thread(pyfuse3.close)
+            await _drop_all(parts)
+
+    async def _when_it_serves(self, client: AsyncClient) -> None:
+        # A question that comes back proves that the kernel has our INIT reply, which sets the read-ahead to 128 KiB.
+        await asyncio.to_thread(os.stat, self._directory)
+        mounted = mountpoint.find(self._directory)
+        if mounted is None or not mountpoint.set_read_ahead(mounted, self._config.mount.read_ahead_bytes):
+            log.warning("read-ahead stays at the kernel's 128 KiB (raising it needs root): reads will be slower")
+        if self._keeper is None:
+            self._announce(self._ready_line(client))
+            notify.ready(mount=self._directory)
+        else:
+            self._keeper.serving(self._ready_line(client), {"mount": self._directory})
+
+    def _ready_line(self, client: AsyncClient) -> str:
+        mount = self._config.mount
+        if self._keeper is not None:
+            mode = "passthrough"
+        else:
+            cache = "direct I/O" if mount.direct_io else "kernel cache"
+            mode = f"plain FUSE, {cache}; no passthrough: {self._why_plain}"
+        worker = f"local worker on node {client.node}" if client.node else "no local worker: staging in temporary files"
+        what = f"mounted {mount.path} of {mount.master} at {self._directory}"
+        return f"{what} ({mode}; {worker}); stop: umount {self._directory}"
 
 
-async def _serve(config: Config, directory: str, client: AsyncClient, runtime: Runtime, announce: Announce) -> None:
-    await client.start()
+async def _learn(client: AsyncClient, master: Master, config: Config) -> Facts:
     cluster = await client.cluster.map()
-    master = Master(client.meta)
-    root = await _root(master, client.target.path(config.mount.path))
-    parts = build(config, client, master, root, cluster.max_block_bytes, runtime)
-    operations = Operations(parts)
-    http, _ = await serve(config.mount.http_address, metrics.routes(operations, parts, master))
-    try:
-        _mount(operations, directory, config.mount.allow_other)
-        await _until_unmounted(config, directory, client, parts, runtime, announce)
-    finally:
-        await http.close()
-        await master.close()
-
-
-async def _until_unmounted(
-    config: Config, directory: str, client: AsyncClient, parts: Parts, runtime: Runtime, announce: Announce
-) -> None:
-    sweeper = asyncio.create_task(_sweep(parts.changes, config.mount.temp_ttl_s, runtime))
-    stopper = asyncio.create_task(_stop_on_signal(directory, parts.files))
-    ready = asyncio.create_task(_when_it_serves(directory, config.mount, client, announce))
-    try:
-        await pyfuse3.main(min_tasks=MIN_TASKS, max_tasks=MAX_TASKS)
-    finally:
-        for task in (sweeper, stopper, ready):
-            task.cancel()
-        await asyncio.gather(sweeper, stopper, ready, return_exceptions=True)
-        await asyncio.to_thread(pyfuse3.close)
-        await _drop_all(parts)
-
-
-def build(
-    config: Config, client: AsyncClient, master: Master, root: Entry, max_block_bytes: int, runtime: Runtime
-) -> Parts:
-    """Wire the parts of a mount together."""
-    numbers = Numbers(root.inode)
-    cache = EntryCache(config.client.metadata_ttl_s, config.mount.stale_max_s)
-    tree = Tree(master, cache, runtime)
-    tree.learn(root, None)
-    local, sealed = LocalFiles(numbers), SealedFiles(client.blocks, runtime)
-    area = StagingArea(client.blocks, runtime, max_block_bytes)
-    publisher = Publisher(tree, area, local)
-    files = Files(tree, local, sealed, area, publisher, runtime, direct_io=config.mount.direct_io)
-    changes = Changes(tree, local, sealed, files, publisher, runtime)
-    space = Space(master, root.inode, runtime)
-    return Parts(numbers, tree, local, sealed, files, changes, space, TempPatterns(config.mount.temp_patterns))
+    return Facts(await _root(master, client.target.path(config.mount.path)), cluster.cluster, cluster.max_block_bytes)
 
 
 async def _root(master: Master, path: str) -> Entry:
@@ -131,37 +174,6 @@ async def _root(master: Master, path: str) -> Entry:
     if not entry.is_dir:
         raise NotDirectory(f"/{path} is not a directory of the store; choose another --path")
     return entry
-
-
-def _mount(operations: Operations, directory: str, allow_other: bool) -> None:
-    pyfuse3.asyncio.enable()
-    options = {"default_permissions", f"fsname={mountpoint.FS_NAME}", f"subtype={mountpoint.FS_NAME}"}
-    if allow_other:
-        options.add("allow_other")
-    try:
-        pyfuse3.init(operations, directory, options)
-    except RuntimeError as error:
-        raise Denied(
-            f"cannot mount on {directory} ({error}): it takes root or CAP_SYS_ADMIN, or fusermount3 with "
-            "user_allow_other in /etc/fuse.conf (or allow_other = false)"
-        ) from None
-
-
-async def _when_it_serves(directory: str, config: MountConfig, client: AsyncClient, announce: Announce) -> None:
-    # A question that comes back proves that the kernel has our INIT reply, which sets the read-ahead to 128 KiB.
-    await asyncio.to_thread(os.stat, directory)
-    mounted = mountpoint.find(directory)
-    if mounted is None or not mountpoint.set_read_ahead(mounted, config.read_ahead_bytes):
-        log.warning("read-ahead stays at the kernel's 128 KiB (raising it needs root): reads will be slower")
-    announce(_ready_line(config, directory, client))
-    notify.ready(mount=directory)
-
-
-def _ready_line(config: MountConfig, directory: str, client: AsyncClient) -> str:
-    how = f"local worker on node {client.node}" if client.node else "no local worker: staging in temporary files"
-    cache = "direct I/O" if config.direct_io else "kernel cache"
-    what = f"mounted {config.path} of {config.master} at {directory}"
-    return f"{what} (plain FUSE, {cache}, {how}); stop: umount {directory}"
 
 
 async def _sweep(changes: Changes, temp_ttl_s: float, runtime: Runtime) -> None:
@@ -173,27 +185,13 @@ async def _sweep(changes: Changes, temp_ttl_s: float, runtime: Runtime) -> None:
             log.warning("sweeping temporary files: %s", error.message)
 
 
-async def _stop_on_signal(directory: str, files: Files) -> None:
-    """Unmount at the first SIGTERM or SIGINT; `pyfuse3.main` returns by itself then."""
-    stop = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await stop.wait()
-    notify.stopping()
-    for _ in range(int(BUSY_WAIT_S / _RETRY_S)):
-        if await asyncio.to_thread(mountpoint.unmount, directory):
-            return
-        await asyncio.sleep(_RETRY_S)
-    log.warning("%s is busy (%d open files): detached; it ends for its users now", directory, len(files.handles))
-    await asyncio.to_thread(mountpoint.detach, directory)
-    pyfuse3.terminate()
-
-
 async def _drop_all(parts: Parts) -> None:
     """Staging files go at once rather than with the session's grace."""
     for file in parts.local.all():
         try:
-            async with asyncio.timeout(BUSY_WAIT_S):
+            async with asyncio.timeout(DROP_TIMEOUT_S):
                 await parts.files.discard(file)
         except (KvError, TimeoutError, OSError) as error:
             log.debug("staging file left to the session's end: %s", error)
+    with contextlib.suppress(OSError):
+        parts.saved.commit()

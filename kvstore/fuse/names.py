@@ -27,7 +27,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Sequence
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 SUPERSEDED_TTL_S: Final = 10.0
 """How long superseded bytes wait for a second writer's rename; in LMCache it follows the close in milliseconds."""
@@ -71,6 +71,15 @@ class Version(Protocol):
     inode: int
 
 
+class State(NamedTuple):
+    """Where a version stands among its like: plain data, so that it can be written down."""
+
+    name: Literal["", "open", "flushed", "closed", "superseded"]
+    since_s: float
+    """Monotonic; 0 where time does not count."""
+
+
+NO_STATE: Final = State("", 0.0)
 V = TypeVar("V", bound=Version)
 
 
@@ -96,6 +105,16 @@ class _Slot(Generic[V]):
 
     def ready(self) -> list[V]:
         return [*(v for v, _ in self.closed), *self.flushed, *(v for v, _ in self.superseded)]
+
+    def state_of(self, version: V) -> State:
+        if any(v is version for v in self.open):
+            return State("open", 0.0)
+        if any(v is version for v in self.flushed):
+            return State("flushed", 0.0)
+        for v, since_s in self.closed:
+            if v is version:
+                return State("closed", since_s)
+        return next((State("superseded", since_s) for v, since_s in self.superseded if v is version), NO_STATE)
 
     def remove(self, version: V) -> None:
         self.open = [v for v in self.open if v is not version]
@@ -161,6 +180,24 @@ class TempNames(Generic[V]):
         slot.remove(old)
         slot.open.append(fresh)
         slot.superseded.insert(0, (old, now_s))
+
+    def state_of(self, key: Key, version: V) -> State:
+        """`NO_STATE` for one that is not here."""
+        slot = self._slots.get(key)
+        return slot.state_of(version) if slot else NO_STATE
+
+    def restore(self, key: Key, version: V, state: State) -> None:
+        """Put it where `state_of` said it was. Within one state in order of time."""
+        slot = self._slots.setdefault(key, _Slot())
+        if state.name == "open":
+            slot.open.append(version)
+        elif state.name == "flushed":
+            slot.flushed.append(version)
+        elif state.name == "closed":
+            slot.closed = sorted([*slot.closed, (version, state.since_s)], key=lambda item: item[1])
+        elif state.name == "superseded":
+            slot.superseded = sorted([*slot.superseded, (version, state.since_s)], key=lambda item: -item[1])
+        self._tidy(key, slot)
 
     def to_rename(self, key: Key) -> V | None:
         """The version that a RENAME means; it stays until `remove`."""

@@ -30,21 +30,25 @@ from pyfuse3 import (
     XAttrNameT,
 )
 
-from kvstore.core.errors import NotFound
+from kvstore.core.errors import AlreadyExists, NotFound
 from kvstore.core.limits import MAX_NAME_BYTES
-from kvstore.fuse import attrs
-from kvstore.fuse.changes import Attributes, Changes
+from kvstore.fuse.attrs import Attributes, of_statfs
+from kvstore.fuse.backing import Backing
+from kvstore.fuse.changes import Changes, Wanted
 from kvstore.fuse.files import Files, Opened
 from kvstore.fuse.guard import guarded_operations
-from kvstore.fuse.handles import HandleTable
+from kvstore.fuse.handles import DIRECTORY_BIT, MAX_HANDLE, HandleTable
 from kvstore.fuse.inodes import Cached, Numbers
 from kvstore.fuse.listing import Listing
 from kvstore.fuse.local import LocalFiles
 from kvstore.fuse.localfile import Key, LocalFile
 from kvstore.fuse.names import TempPatterns
+from kvstore.fuse.repeats import Repeats
+from kvstore.fuse.saved import ListingRecord, Saved
 from kvstore.fuse.sealed import SealedFiles
 from kvstore.fuse.space import Space
 from kvstore.fuse.tree import AWAY, Tree
+from kvstore.keeper.channel import PASSTHROUGH_BIT
 
 _RENAME_FLAGS: Final = int(pyfuse3.RENAME_NOREPLACE)
 SETGID: Final = stat.S_ISGID
@@ -61,6 +65,9 @@ class Parts(NamedTuple):
     changes: Changes
     space: Space
     patterns: TempPatterns
+    attributes: Attributes
+    saved: Saved
+    backing: Backing
 
 
 @guarded_operations
@@ -73,6 +80,7 @@ class Operations(pyfuse3.Operations):
     def __init__(self, parts: Parts) -> None:
         super().__init__()
         self.counts: Counter[tuple[str, str]] = Counter()
+        self.repeats = Repeats()
         self._numbers, self._tree, self._local, self._sealed = parts.numbers, parts.tree, parts.local, parts.sealed
         self._files, self._changes, self._space, self._patterns = (
             parts.files,
@@ -80,43 +88,63 @@ class Operations(pyfuse3.Operations):
             parts.space,
             parts.patterns,
         )
-        self._directories: HandleTable[Listing] = HandleTable()
+        self._attributes, self._saved = parts.attributes, parts.saved
+        self.directories: HandleTable[Listing] = HandleTable()
+
+    def commit(self) -> None:
+        """Called by the guard before each reply: from here on a successor knows what this operation did."""
+        self._saved.commit()
 
     # ---- names ----
 
     async def lookup(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> EntryAttributes:
         key, temporary = self._key(parent_inode, name)
         if temporary:
-            version = self._local.temps.lookup(key)
-            if version is None:
+            shown = self._local.shown(key, self._tree.now_s())
+            if shown is None:
                 raise pyfuse3.FUSEError(errno.ENOENT)
-            return attrs.of_local(version)
+            return self._attributes.of_local(*shown)
         writer = self._local.by_key.get(key)
         if writer is not None and (not writer.published or writer.is_expected(self._tree.now_s())):
-            return attrs.of_local(writer)
+            writer.looked_up = True
+            return self._attributes.of_local(writer)
         try:
             cached = await self._tree.by_name(key)
         except NotFound:
             raise pyfuse3.FUSEError(errno.ENOENT) from None
         expected = self._local.expected(key, cached.entry, self._tree.now_s())
-        return attrs.of_local(expected) if expected else self._shown(cached)
+        return self._attributes.of_local(expected) if expected else self._shown(cached)
 
     async def mkdir(self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext) -> EntryAttributes:
         key, temporary = self._key(parent_inode, name)
         if temporary:  # such a name would be no name for anybody else
             _refuse(errno.EPERM)
         gid, setgid = await self._group(key[0], ctx)
-        return self._shown(await self._changes.mkdir(key, stat.S_IMODE(mode) | setgid, ctx.uid, gid))
+        try:
+            made = await self._changes.mkdir(key, stat.S_IMODE(mode) | setgid, self._uid(ctx), gid)
+        except AlreadyExists:
+            if not self.repeats.mkdir(parent_inode, name):
+                raise
+            made = await self._tree.by_name(key)
+        return self._shown(made)
 
     async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
         key, temporary = self._key(parent_inode, name)
         if temporary:
             _refuse(errno.ENOTDIR if self._local.temps.lookup(key) else errno.ENOENT)
-        await self._changes.rmdir(key)
+        try:
+            await self._changes.rmdir(key)
+        except NotFound:
+            if not self.repeats.rmdir(parent_inode, name):
+                raise
 
     async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
         key, temporary = self._key(parent_inode, name)
-        await (self._changes.unlink_temporary(key) if temporary else self._changes.unlink(key))
+        try:
+            await (self._changes.unlink_temporary(key) if temporary else self._changes.unlink(key))
+        except NotFound:
+            if not self.repeats.unlink(parent_inode, name):
+                raise
 
     async def rename(
         self,
@@ -131,24 +159,33 @@ class Operations(pyfuse3.Operations):
             _refuse(errno.EINVAL)
         source, from_temporary = self._key(parent_inode_old, name_old)
         target, to_temporary = self._key(parent_inode_new, name_new)
-        no_replace = bool(flags & _RENAME_FLAGS)
-        if from_temporary:
-            await self._changes.rename_temporary(source, target, to_temporary=to_temporary, no_replace=no_replace)
-        elif to_temporary:
+        if to_temporary and not from_temporary:
             # Others would see the name vanish and never come back. EXDEV makes mv(1) copy, which says what happens.
             _refuse(errno.EXDEV)
+        repeated = self.repeats.rename(parent_inode_old, name_old, parent_inode_new, name_new)
+        no_replace = bool(flags & _RENAME_FLAGS)
+        try:
+            if from_temporary:
+                await self._changes.rename_temporary(source, target, to_temporary=to_temporary, no_replace=no_replace)
+            else:
+                await self._changes.rename(source, target, no_replace=no_replace)
+        except NotFound:
+            if not repeated and not self.repeats.was_taken(source, self._tree.now_s()):
+                raise
         else:
-            await self._changes.rename(source, target, no_replace=no_replace)
+            if repeated:
+                self.repeats.took(source, self._tree.now_s())
 
     # ---- attributes ----
 
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
         if Numbers.is_local(inode):
-            return attrs.of_local(self._known(inode), inode)
+            return self._attributes.of_local(self._known(inode), inode)
         number = self._numbers.to_master(inode)
         opened = self._sealed.get(number)
         if opened is not None:
-            return attrs.of_entry(inode, opened.entry, self._tree.cache.ttl_s, removed=opened.removed)
+            ttl_s = self._tree.cache.ttl_s
+            return self._attributes.of_entry(inode, opened.entry, ttl_s, removed=opened.removed)
         return self._shown(await self._tree.by_inode(number))
 
     async def setattr(
@@ -159,7 +196,8 @@ class Operations(pyfuse3.Operations):
         fh: FileHandleT | None,
         ctx: RequestContext,
     ) -> EntryAttributes:
-        wanted = Attributes(
+        self._check_owner(attr, fields)
+        wanted = Wanted(
             stat.S_IMODE(attr.st_mode) if fields.update_mode else None,
             attr.st_uid if fields.update_uid else None,
             attr.st_gid if fields.update_gid else None,
@@ -171,7 +209,7 @@ class Operations(pyfuse3.Operations):
                 await self._files.truncate(file, attr.st_size)
             if not wanted.is_empty:
                 await self._changes.set_local_attributes(file, wanted)
-            return attrs.of_local(file, inode)
+            return self._attributes.of_local(file, inode)
         number = self._numbers.to_master(inode)
         if fields.update_size:
             await self._files.truncate_sealed(number, attr.st_size)
@@ -182,7 +220,7 @@ class Operations(pyfuse3.Operations):
         return True
 
     async def statfs(self, ctx: RequestContext) -> StatvfsData:
-        return attrs.of_statfs(await self._space.get())
+        return of_statfs(await self._space.get())
 
     # ---- files ----
 
@@ -192,47 +230,62 @@ class Operations(pyfuse3.Operations):
         key, temporary = self._key(parent_inode, name)
         gid, _ = await self._group(key[0], ctx)
         full_mode = stat.S_IFREG | stat.S_IMODE(mode)
-        opened, file = await self._files.create(key, temporary, full_mode, flags, ctx.uid, gid)
-        return _file_info(opened), attrs.of_local(file)
+        if self.repeats.create(parent_inode, name):
+            flags = FlagT(flags & ~os.O_EXCL)
+        opened, file = await self._files.create(key, temporary, full_mode, flags, self._uid(ctx), gid)
+        return _file_info(opened), self._attributes.of_local(file)
 
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
         return _file_info(await self._files.open(self._numbers.to_master(inode), flags))
 
     async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
-        return await self._files.read(fh, off, size)  # type: ignore[return-value]  # any contiguous buffer will do
+        return await self._files.read(fh & MAX_HANDLE, off, size)  # type: ignore[return-value]  # any contiguous buffer will do
 
     async def write(self, fh: FileHandleT, off: int, buf: bytes) -> int:
-        return await self._files.write(fh, off, buf)
+        return await self._files.write(fh & MAX_HANDLE, off, buf)
 
     async def flush(self, fh: FileHandleT) -> None:
-        await self._files.flush(fh)
+        await self._files.flush(fh & MAX_HANDLE)
 
     async def fsync(self, fh: FileHandleT, datasync: bool) -> None:
-        await self._files.sync(fh)
+        await self._files.sync(fh & MAX_HANDLE)
 
     async def release(self, fh: FileHandleT) -> None:
-        await self._files.release(fh)
+        await self._files.release(fh & MAX_HANDLE)
 
     # ---- directories ----
 
     async def opendir(self, inode: InodeT, ctx: RequestContext) -> FileHandleT:
         number = self._numbers.to_master(inode)
-        name = self._directory_name(number)
-        listing = Listing(
-            self._tree, number, lambda: self._local.temps.listed(number), lambda n: self._patterns.match(name, n)
+        handle = self.directories.add(self.listing(number))
+        self._saved.listing(handle, ListingRecord(number, 0, ""))
+        return FileHandleT(handle | DIRECTORY_BIT)
+
+    def listing(self, directory: int) -> Listing:
+        """Of a directory (number of the master)."""
+        name = self._directory_name(directory)
+        return Listing(
+            self._tree, directory, lambda: self._local.temps.listed(directory), lambda n: self._patterns.match(name, n)
         )
-        return FileHandleT(self._directories.add(listing))
 
     async def readdir(self, fh: FileHandleT, start_id: int, token: ReaddirToken) -> None:
-        listing, position = self._directories.get(fh), start_id
+        handle = fh & MAX_HANDLE
+        listing, position = self.directories.get(handle), start_id
         while (row := await listing.row(position)) is not None:
-            position, name, what = row
-            shown = attrs.of_local(what) if isinstance(what, LocalFile) else self._shown_in_listing(listing, name, what)
-            if not pyfuse3.readdir_reply(token, FileNameT(name.encode()), shown, position):
-                return
+            behind, name, what = row
+            if isinstance(what, LocalFile):
+                shown = self._attributes.of_local(what)
+            else:
+                shown = self._shown_in_listing(listing, name, what)
+            if not pyfuse3.readdir_reply(token, FileNameT(name.encode()), shown, behind):
+                break
+            position = behind
+        self._saved.listing(handle, ListingRecord(listing.directory, *listing.mark(position)))
 
     async def releasedir(self, fh: FileHandleT) -> None:
-        self._directories.pop(fh).close()
+        handle = fh & MAX_HANDLE
+        self._saved.listing(handle, None)
+        self.directories.pop(handle).close()
 
     async def fsyncdir(self, fh: FileHandleT, datasync: bool) -> None:
         """Nothing to do: a change of a name is on the master's disk when its call returns."""
@@ -264,11 +317,11 @@ class Operations(pyfuse3.Operations):
         key, temporary = self._key(parent_inode, name)
         gid, _ = await self._group(key[0], ctx)
         opened, file = await self._files.create(
-            key, temporary, stat.S_IFREG | stat.S_IMODE(mode), os.O_WRONLY | os.O_EXCL, ctx.uid, gid
+            key, temporary, stat.S_IFREG | stat.S_IMODE(mode), os.O_WRONLY | os.O_EXCL, self._uid(ctx), gid
         )
         entry = file.entry
         await self._files.release(opened.handle)
-        return attrs.of_entry(entry.inode, entry, 0) if entry else attrs.of_local(file)
+        return self._attributes.of_entry(entry.inode, entry, 0) if entry else self._attributes.of_local(file)
 
     async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
         """ENODATA, never ENOSYS: the kernel would not ask again for the life of the mount."""
@@ -309,7 +362,7 @@ class Operations(pyfuse3.Operations):
         inode = self._numbers.to_kernel(cached.entry.inode)
         # A name that is open for writing here is about to change: the kernel asks again each time.
         timeout_s = 0.0 if cached.key in self._local.by_key else self._tree.left_s(cached)
-        return attrs.of_entry(inode, cached.entry, timeout_s)
+        return self._attributes.of_entry(inode, cached.entry, timeout_s)
 
     def _shown_in_listing(self, listing: Listing, name: str, cached: Cached) -> EntryAttributes:
         return self._shown(cached._replace(key=(listing.directory, name)))
@@ -320,16 +373,29 @@ class Operations(pyfuse3.Operations):
         A set-group-id directory hands down its group. Remembered of any age: every put changes the directory's times,
         and a call of the master for each CREATE would be dear (rule 25).
         """
+        gid = self._attributes.owner.gid_of(ctx.gid)
         cached = self._tree.cache.by_inode(directory)
         try:
             entry = (cached or await self._tree.by_inode(directory)).entry
         except AWAY:
-            return ctx.gid, 0
-        return (entry.gid, SETGID) if entry.mode & SETGID else (ctx.gid, 0)
+            return gid, 0
+        return (entry.gid, SETGID) if entry.mode & SETGID else (gid, 0)
+
+    def _uid(self, ctx: RequestContext) -> int:
+        return self._attributes.owner.uid_of(ctx.uid)
+
+    def _check_owner(self, attr: EntryAttributes, fields: SetattrFields) -> None:
+        """With --uid or --gid the owner is the mount's, not the file's."""
+        uid, gid, _ = self._attributes.owner
+        if (fields.update_uid and uid not in (None, attr.st_uid)) or (
+            fields.update_gid and gid not in (None, attr.st_gid)
+        ):
+            _refuse(errno.EPERM)
 
 
 def _file_info(opened: Opened) -> FileInfo:
-    return FileInfo(FileHandleT(opened.handle), direct_io=opened.direct, keep_cache=opened.keep_cache)
+    handle = opened.handle | PASSTHROUGH_BIT if opened.passthrough else opened.handle
+    return FileInfo(FileHandleT(handle), direct_io=opened.direct, keep_cache=opened.keep_cache)
 
 
 def _refuse(code: int) -> NoReturn:

@@ -10,6 +10,7 @@ from kvstore.core.errors import AlreadyExists, NotFound, Stale
 from kvstore.core.types import Entry
 from kvstore.fuse.local import LocalFiles
 from kvstore.fuse.localfile import Key, LocalFile
+from kvstore.fuse.saved import Saved
 from kvstore.fuse.staging import StagingArea
 from kvstore.fuse.tree import AWAY, Tree
 
@@ -17,8 +18,8 @@ from kvstore.fuse.tree import AWAY, Tree
 class Publisher:
     """Seals and publishes. Every method takes the file's lock where it says so."""
 
-    def __init__(self, tree: Tree, area: StagingArea, local: LocalFiles) -> None:
-        self._tree, self._area, self._local = tree, area, local
+    def __init__(self, tree: Tree, area: StagingArea, local: LocalFiles, saved: Saved) -> None:
+        self._tree, self._area, self._local, self._saved = tree, area, local, saved
 
     async def create(self, file: LocalFile, *, exclusive: bool) -> Entry | None:
         """An ordinary name appears at the master at once, empty, so that everybody sees it.
@@ -42,7 +43,11 @@ class Publisher:
     async def flush(self, file: LocalFile) -> None:
         """Publish what changed. One that has no name any more keeps its bytes to itself."""
         async with file.lock:
-            if file.temporary or file.key is None or not (file.is_dirty or not file.published):
+            if file.temporary or file.key is None:
+                return
+            await self._area.notice(file)
+            await self._area.find_stores(file)
+            if file.published and not file.is_dirty:
                 return
             changes, key = file.changes, file.key
             # A name that was removed elsewhere must not come back by a late close.
@@ -54,10 +59,12 @@ class Publisher:
                 self._local.detach(file)
                 return
             file.published, file.published_changes = True, changes
+            self._saved.touch(file)
 
     async def rename(self, file: LocalFile, target: Key, *, no_replace: bool) -> None:
         """Publish a temporary version under an ordinary name; on an error it stays what it was."""
         async with file.lock:
+            await self._area.notice(file)
             changes = file.changes
             mode = PublishMode.IF_ABSENT if no_replace else PublishMode.REPLACE
             entry, created = await self._seal_and_publish(file, mode, target)
@@ -69,6 +76,9 @@ class Publisher:
         self, file: LocalFile, mode: PublishMode, key: Key, *, keep_attributes: bool = False
     ) -> tuple[Entry, bool]:
         sealed = await self._area.seal(file)
+        # Whoever takes over must publish this very block: of two the master may have seen only the first.
+        self._saved.touch(file)
+        self._saved.commit()
         try:
             return await self._publish(file, sealed, mode, key, keep_attributes=keep_attributes)
         except Stale:

@@ -36,12 +36,17 @@ class SealedFile:
     """
 
     entry: Entry
-    fd: int
+    fd: int = -1
     map: mmap.mmap | None = None
     view: memoryview = _NOTHING
     handles: int = 0
     removed: bool = False
     """The name went while it was open: it has no links any more."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Its handles were opened by a former process; whoever needs the bytes opens the block again."""
+        return self.fd < 0 and self.entry.address is not None
 
 
 class SealedFiles:
@@ -59,15 +64,16 @@ class SealedFiles:
     async def open(self, entry: Entry) -> SealedFile:
         """One more handle. Raises what AsyncBlocks raises for a block that is nowhere."""
         file = self._open.get(entry.inode)
-        if file is None:
+        if file is None or file.is_behind:
             fd = await self.open_fd(entry)
-            file = self._open.get(entry.inode)  # somebody else may have been quicker
-            if file is None:
-                file = self._open[entry.inode] = SealedFile(entry, fd)
-            elif fd >= 0:
-                os.close(fd)
+            file = self.restore(entry)
+            _settle(file, fd)
         file.handles += 1
         return file
+
+    def restore(self, entry: Entry) -> SealedFile:
+        """The file of an inode, without an fd as yet when it is new. Not counted as a handle."""
+        return self._open.setdefault(entry.inode, SealedFile(entry))
 
     async def open_fd(self, entry: Entry) -> int:
         """A read-only fd of its block, -1 for an empty file."""
@@ -76,7 +82,8 @@ class SealedFiles:
     def release(self, file: SealedFile) -> None:
         file.handles -= 1
         if file.handles == 0:
-            self._open.pop(file.entry.inode, None)
+            if self._open.get(file.entry.inode) is file:
+                del self._open[file.entry.inode]
             file.map, file.view = None, _NOTHING  # the map ends with its last slice
             if file.fd >= 0:
                 os.close(file.fd)
@@ -89,6 +96,8 @@ class SealedFiles:
         What does not is read in a thread: a fault on the loop would stall the whole mount.
         """
         size_bytes = min(size_bytes, file.entry.length_bytes - offset)
+        if file.is_behind:
+            _settle(file, await self.open_fd(file.entry))
         if file.fd < 0 or size_bytes <= 0:
             return b""
         if self._residency.is_resident(file.fd, offset, size_bytes):
@@ -112,6 +121,14 @@ class SealedFiles:
         except OSError as error:
             raise Corrupt(f"cannot read block {file.entry.address}: {error.strerror}") from None
         return file.view[offset : offset + size_bytes]
+
+
+def _settle(file: SealedFile, fd: int) -> None:
+    """Give it the fd; somebody else may have been quicker."""
+    if file.is_behind:
+        file.fd = fd
+    elif fd >= 0:
+        os.close(fd)
 
 
 def _read_resident(fd: int, view: memoryview, offset: int) -> int:

@@ -1,11 +1,14 @@
-"""The bytes of local files: staging files of a worker (or temporary ones), written here, hashed, sealed.
+"""The bytes of local files: staging files of a worker (or temporary ones), written here or by passthrough, hashed,
+sealed.
 
-Everything holds the file's lock while it waits. A staging file is sealed only after its one writable fd was closed,
-which is ours: in plain mode every write of an application passes through `write` (rule 5).
+Everything holds the file's lock while it waits. In plain mode every write of an application passes through `write`, and
+the only writable fd is ours. With passthrough (rule 5) the kernel writes to the staging file by itself: `observe` sees
+what it did, every flush hashes anew, and while somebody still has the file open for writing a copy is sealed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -19,6 +22,7 @@ from kvstore.client.staging import Staging
 from kvstore.core.errors import KvError, NoSpace, NotFound, Stale, TooLarge, Unavailable
 from kvstore.core.hashing import BlockHasher
 from kvstore.core.limits import GIB, KIB, MIB
+from kvstore.fuse.backing import PLAIN, Backing
 from kvstore.fuse.localfile import Hashed, LocalFile
 from kvstore.fuse.threads import on_fd
 from kvstore.runtime import Runtime
@@ -49,9 +53,50 @@ T = TypeVar("T")
 class StagingArea:
     """The bytes of local files. `max_block_bytes`: a file is one block."""
 
-    def __init__(self, blocks: AsyncBlocks, runtime: Runtime, max_block_bytes: int) -> None:
-        self._blocks, self._runtime, self.max_block_bytes = blocks, runtime, max_block_bytes
+    def __init__(self, blocks: AsyncBlocks, runtime: Runtime, max_block_bytes: int, backing: Backing = PLAIN) -> None:
+        self._blocks, self._runtime, self.max_block_bytes, self.backing = blocks, runtime, max_block_bytes, backing
+        self._reserving: set[asyncio.Task[None]] = set()
         self._threads_until_s = self._tight_until_s = 0.0
+        self._usual_bytes = FIRST_RESERVATION_BYTES
+        """What a file of this mount measured last: so much is reserved for the next one."""
+
+    async def begin(self, file: LocalFile, *, truncate: bool) -> None:
+        """Passthrough: it has a staging file with its bytes, which the kernel may write from here on.
+
+        Nothing here waits for room (rule 25): a reservation follows in the background, and the flush has the last word.
+        """
+        async with file.lock:
+            keep_bytes = 0 if truncate else file.size_bytes
+            if file.staged is None:
+                await self._restage(file, keep_bytes, keep_bytes)
+                self._reserve_ahead(file)
+            elif truncate:
+                os.ftruncate(file.fd, 0)
+            if truncate:
+                file.changed(0, self._runtime.wall_ns())
+            file.look()
+
+    async def notice(self, file: LocalFile) -> None:
+        """Take over what passthrough writes did. Raises TooLarge or NoSpace when they went too far: then it is empty.
+
+        The caller holds the lock.
+        """
+        file.observe()
+        if file.failed is not None:
+            raise file.failed
+        if file.seen is None or file.staged is None or file.size_bytes <= file.reserved_bytes:
+            return
+        try:
+            if file.size_bytes > self.max_block_bytes:
+                raise TooLarge(f"a file holds at most {self.max_block_bytes} bytes (max_block_size)")
+            await self._blocks.reserve(file.staged, file.size_bytes)
+            file.reserved_bytes = file.size_bytes
+        except (TooLarge, NoSpace) as error:
+            os.ftruncate(file.fd, 0)
+            file.changed(0, self._runtime.wall_ns())
+            file.look()
+            file.failed = error
+            raise
 
     async def write(self, file: LocalFile, offset: int, data: bytes) -> int:
         """Write all of `data`. Raises TooLarge, NoSpace."""
@@ -75,6 +120,7 @@ class StagingArea:
     async def truncate(self, file: LocalFile, size_bytes: int) -> None:
         """Make it exactly so long; what is added is zeros."""
         async with file.lock:
+            file.observe()
             if size_bytes == 0 and file.staged is None:
                 file.set_block(-1)
             else:
@@ -82,6 +128,8 @@ class StagingArea:
                 os.ftruncate(fd, size_bytes)
             file.hasher = None
             file.changed(size_bytes, self._runtime.wall_ns())
+            if file.seen is not None:
+                file.look()
 
     async def read(self, file: LocalFile, offset: int, size_bytes: int) -> bytes:
         async with file.lock:
@@ -92,6 +140,7 @@ class StagingArea:
     async def copy(self, source: LocalFile, target: LocalFile) -> None:
         """Fill empty `target` with the bytes of `source`."""
         async with source.lock, target.lock:
+            source.observe()
             fd = await self._make_writable(target, 0, source.size_bytes)
             await on_fd(self._runtime, source.fd, copy_start, fd, source.size_bytes)
             target.hasher = None
@@ -106,24 +155,39 @@ class StagingArea:
     async def hash(self, file: LocalFile) -> None:
         """Hash it now, so that a rename need not."""
         async with file.lock:
-            if file.staged is not None and file.size_bytes:
-                await self._hash(file)
+            await self.notice(file)
+            if file.staged is not None and file.size_bytes and not file.mapped:
+                await self._hash(file, again=file.seen is not None)
+
+    async def find_stores(self, file: LocalFile) -> None:
+        """Passthrough: stores to a shared map leave no trace but in the bytes. Compare them with what was published.
+
+        The caller holds the lock.
+        """
+        published = file.entry.address if file.entry else None
+        if file.mapped and file.staged is not None and file.size_bytes and published and not file.is_dirty:
+            hashed = await self._hash(file, again=True)
+            if hashed.hash != published.hash:
+                file.changed(file.size_bytes, self._runtime.wall_ns())
 
     async def seal(self, file: LocalFile) -> SealedBlock | None:
         """A block of what it holds; None when it is empty. It can be read and written on: the next change makes a copy.
 
         The caller holds the lock.
         """
+        await self.notice(file)
         if file.size_bytes == 0:
-            await self._abandon(file)
+            if file.seen is None or file.handles == 0:
+                await self._abandon(file)
             return None
         if file.sealed is None:
+            seal = self._seal_copy if file.seen is not None and file.writers else self._seal
             try:
-                file.sealed = await self._seal(file)
+                file.sealed = await seal(file)
             except (NotFound, Stale, Unavailable) as error:
                 # The worker restarted, or went, and took the staging file along: the bytes are still behind our fd.
                 log.warning("staging file lost (%s); its bytes are staged again", error.message)
-                file.sealed = await self._seal(file)
+                file.sealed = await self._seal_elsewhere(file)
         return file.sealed
 
     async def drop(self, file: LocalFile) -> None:
@@ -132,8 +196,9 @@ class StagingArea:
             await self._abandon(file)
 
     async def _abandon(self, file: LocalFile) -> None:
-        staged, file.staged, file.reserved_bytes = file.staged, None, 0
+        staged, file.staged, file.reserved_bytes, file.seen = file.staged, None, 0, None
         file.set_block(-1)
+        self.backing.drop(file.id)
         if staged is not None:
             await self._abort(staged)
 
@@ -180,19 +245,40 @@ class StagingArea:
         return max(size_bytes, min(reserved_bytes + step, self.max_block_bytes))
 
     async def _restage(self, file: LocalFile, keep_bytes: int, size_bytes: int) -> None:
-        room, staged = await self._reserve(0, max(keep_bytes, size_bytes), self._blocks.stage)
+        if self.backing.passthrough and not size_bytes:
+            room, staged = 0, await self._blocks.stage(0)
+        else:
+            room, staged = await self._reserve(0, max(keep_bytes, size_bytes), self._blocks.stage)
         try:
             if keep_bytes:
                 await on_fd(self._runtime, file.block_fd, copy_start, staged.fd, keep_bytes)
+            file.set_block(reopened(staged.fd, os.O_RDONLY))
         except BaseException:
             await self._abort(staged)
             raise
-        file.set_block(-1)
         file.staged, file.reserved_bytes, file.hashed = staged, room, None
         file.hasher = None if keep_bytes else BlockHasher()
+        self.backing.keep(file.id, file.block_fd)
 
-    async def _hash(self, file: LocalFile) -> Hashed:
-        if file.hashed is None or file.hashed.changes != file.changes:
+    def _reserve_ahead(self, file: LocalFile) -> None:
+        task = asyncio.create_task(self._try_to_reserve(file, file.staged))
+        self._reserving.add(task)
+        task.add_done_callback(self._reserving.discard)
+
+    async def _try_to_reserve(self, file: LocalFile, staged: Staging | None) -> None:
+        if staged is None or file.reserved_bytes >= self._usual_bytes:
+            return
+        room = self._usual_bytes
+        try:
+            await self._blocks.reserve(staged, room)
+        except KvError as error:
+            log.debug("nothing reserved ahead: %s", error.message)
+            return
+        if file.staged is staged:
+            file.reserved_bytes = max(file.reserved_bytes, room)
+
+    async def _hash(self, file: LocalFile, *, again: bool = False) -> Hashed:
+        if again or file.hashed is None or file.hashed.changes != file.changes:
             changes, size, mtime_ns = file.changes, file.size_bytes, os.fstat(file.fd).st_mtime_ns
             if file.hasher is not None and file.hasher.length_bytes == size:
                 digest = file.hasher.digest()
@@ -205,13 +291,32 @@ class StagingArea:
         if file.staged is None:
             await self._restage(file, file.size_bytes, file.size_bytes)
         assert file.staged is not None
-        hashed = await self._hash(file)
-        file.set_block(reopened(file.staged.fd, os.O_RDONLY))
-        staged, file.staged, file.reserved_bytes = file.staged, None, 0
+        # A map may have been written since the flush without any trace: then the worker hashes what it seals.
+        hashed = None if file.mapped else await self._hash(file)
+        staged, file.staged, file.reserved_bytes, file.seen = file.staged, None, 0, None
+        self._usual_bytes = file.size_bytes
         try:
+            if hashed is None:
+                return await self._blocks.seal(staged, file.size_bytes)
             return await self._blocks.seal(staged, hashed.size_bytes, hash=hashed.hash, mtime_ns=hashed.mtime_ns)
         except BaseException:
             await self._abort(staged)
+            raise
+
+    async def _seal_copy(self, file: LocalFile) -> SealedBlock:
+        assert file.staged is not None
+        return await self._blocks.seal_copy(file.staged)
+
+    async def _seal_elsewhere(self, file: LocalFile) -> SealedBlock:
+        """From the bytes behind our fd, in a new staging file. Whoever still writes the old one goes on there."""
+        if file.staged is None:
+            return await self._seal(file)
+        copy = await self._blocks.stage(file.size_bytes)
+        try:
+            await on_fd(self._runtime, file.block_fd, copy_start, copy.fd, file.size_bytes)
+            return await self._blocks.seal(copy, file.size_bytes)
+        except BaseException:
+            await self._abort(copy)
             raise
 
 

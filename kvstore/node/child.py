@@ -31,6 +31,8 @@ class ChildSpec(NamedTuple):
 
     name: str
     argv: tuple[str, ...]
+    mount: str = ""
+    """The directory on which it mounts the store, if it is a mount: then it is watched."""
 
 
 class ChildEnded(Unavailable):
@@ -91,6 +93,10 @@ class Child:
     async def until_ready(self) -> None:
         await self._ready.wait()
 
+    def kill(self) -> None:
+        """SIGKILL; it is started again, unless it is being stopped."""
+        self._signal(signal.SIGKILL)
+
     async def stop(self) -> None:
         """SIGTERM, a bounded wait, SIGKILL."""
         self._stop.set()
@@ -100,7 +106,7 @@ class Child:
         done, _ = await asyncio.wait({self._task}, timeout=STOP_TIMEOUT_S)
         if not done:
             log.warning("%s did not stop in %g s: killed", self.spec.name, STOP_TIMEOUT_S)
-            self._signal(signal.SIGKILL)
+            self.kill()
             self._task.cancel()
             await asyncio.wait({self._task})
 

@@ -16,7 +16,7 @@ def mount(
     point: MountPoint, master: str, worker_socket: str, config_file: str | None = None, extra: Sequence[str] = ()
 ) -> ChildSpec:
     argv = ("mount", point.dir, "--master", master, "--worker-socket", worker_socket, "--path", point.path)
-    return ChildSpec(f"mount {point.dir}", (*argv, *_config(config_file), *extra))
+    return ChildSpec(f"mount {point.dir}", (*argv, *_config(config_file), *extra), point.dir)
 
 
 def master(config_file: str | None) -> ChildSpec:

@@ -9,22 +9,28 @@ from collections.abc import Mapping
 
 from kvstore.core.errors import KvError
 from kvstore.node.child import Child, ChildSpec
+from kvstore.node.watch import PATIENCE, Patience, watch
 
 log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Keeps its children running until `stop`; each restarts alone."""
+    """Keeps its children running until `stop`; each restarts alone, a mount also when it does not answer."""
 
-    def __init__(self, max_pause_s: float) -> None:
-        self._max_pause_s = max_pause_s
+    def __init__(self, max_pause_s: float, patience: Patience = PATIENCE) -> None:
+        self._max_pause_s, self._patience = max_pause_s, patience
         self.children: list[Child] = []
+        self._watches: list[asyncio.Task[None]] = []
 
     def launch(self, spec: ChildSpec, *, patient: bool = True) -> Child:
         """Start it, and again whenever it ends. Without `patient` not before it was ready once."""
         child = Child(spec, self._max_pause_s, patient=patient)
         self.children.append(child)
         child.start()
+        if spec.mount:
+            self._watches.append(
+                asyncio.create_task(watch(child, spec.mount, self._patience), name=f"watch {spec.name}")
+            )
         return child
 
     async def start(self, spec: ChildSpec, timeout_s: float) -> Mapping[str, str]:
@@ -44,6 +50,10 @@ class Supervisor:
             await child.until_ready()
 
     async def stop(self) -> None:
+        for task in self._watches:
+            task.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        self._watches.clear()
         for child in reversed(self.children):
             await child.stop()
         self.children.clear()

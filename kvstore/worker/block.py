@@ -29,6 +29,8 @@ class Block:
     and its pages are in memory (rule 6). None: not verified."""
     leaving: bool = False
     """Reported as "nowhere", about to be unlinked."""
+    given_up: bool = False
+    """Its writer does not want it any more: to be made dead unless somebody published it (rule 11)."""
     shielded_until_s: float = 0.0
     """Served to a peer, which is about to name itself a replica (rule 12)."""
 

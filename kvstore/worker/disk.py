@@ -19,6 +19,7 @@ from kvstore.core.errors import Corrupt, KvError, NoSpace, Overloaded, Unavailab
 PAGE_BYTES = 4096
 _COPY_UNSUPPORTED = (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 _COPY_BYTES = 1 << 20
+_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV)
 """What open says to links, sockets and devices; of a regular file the last two mean that its drive is gone."""
@@ -90,6 +91,22 @@ class Disk:
     def create(self, path: str) -> int:
         """A new file, open for reading and writing. Mode 0600: nobody but its receiver gets at it."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def create_unnamed(self, path: str) -> int:
+        """An empty file without a name, open for reading, where `path` would lie. Where the file system knows only
+        files with names, it has that one for a moment.
+        """
+        try:
+            fd = os.open(os.path.dirname(path), os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in _NO_TMPFILE:
+                raise
+            fd = self.create(path)
+            os.unlink(path)
+        try:
+            return self.reopen_read(fd)
+        finally:
+            os.close(fd)
 
     def create_in_memory(self) -> int:
         """A file without a name whose bytes are memory of this process's cgroup."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import NamedTuple
 
 from kvstore.core.errors import InvalidRequest, TooLarge
@@ -39,8 +40,12 @@ class Sealer:
 
         Raises InvalidRequest for an empty file, TooLarge, NoSpace (copy), Unavailable. Then the file stays in staging.
         """
+        return await asyncio.shield(self.start(staged, claim))
+
+    def start(self, staged: Staged, claim: Claim | None) -> asyncio.Task[Block]:
+        """`seal`, to be awaited through `asyncio.shield` by all who want this block."""
         staged.busy = True  # here, not in the task: two requests may arrive together
-        return await self._background.run(self._claimed(staged, claim, keep=False))
+        return self._background.spawn(self._claimed(staged, claim, keep=False))
 
     async def seal_copy(self, staged: Staged) -> Block:
         """A copy of the file becomes a block; the file stays in staging and goes on being written."""

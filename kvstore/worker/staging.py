@@ -18,11 +18,11 @@ from kvstore.worker.room import Room
 from kvstore.worker.sessions import Sessions
 from kvstore.worker.sink import Sink
 from kvstore.worker.store import Store
-from kvstore.worker.volume import Volume
+from kvstore.worker.volume import WORKER_SESSION, Volume
 
 log = logging.getLogger(__name__)
-PRIVATE = 0
-"""Session of the worker's own staging (fetches, copies, uploads): never outlives its process."""
+PRIVATE = WORKER_SESSION
+"""Session of fetches, copies and uploads."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -80,7 +80,7 @@ class Store:
 
     def own(self, block: Block) -> None:
         """An entry lists it."""
-        block.owned = True
+        block.owned, block.given_up = True, False
         self.unowned.pop(block.id, None)
         self.fences.settle(block.id)
 
@@ -89,6 +89,11 @@ class Store:
         if block.owned:
             block.owned, block.since_s, block.session = False, self.runtime.monotonic_s(), FOUND
             self.unowned[block.id] = block
+
+    def give_up(self, block: Block) -> None:
+        """Its writer will not publish it: the next report says so, and the verdict on it decides."""
+        block.given_up = True
+        self.on_change(block.id)
 
     def forget(self, block: Block) -> None:
         """Its file is gone from its place. The books are the caller's."""

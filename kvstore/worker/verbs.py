@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvstore.core import sockproto as sp
@@ -16,10 +18,13 @@ from kvstore.worker.fdsocket import Answer, close_all
 from kvstore.worker.membership import Membership
 from kvstore.worker.opener import OpenBlock, Opener
 from kvstore.worker.seal import Claim, Sealer
+from kvstore.worker.seals import Seals
 from kvstore.worker.sessions import Sessions
 from kvstore.worker.staging import Staging
 from kvstore.worker.store import Store
+from kvstore.worker.volume import Volume
 
+log = logging.getLogger(__name__)
 MAX_OPEN_TIMEOUT_S = 600.0
 
 
@@ -33,10 +38,11 @@ class Verbs:
 
     def __init__(
         self, me: Introduction, membership: Membership, store: Store, sessions: Sessions, staging: Staging,
-        sealer: Sealer, opener: Opener, background: Background,
+        sealer: Sealer, seals: Seals, opener: Opener, background: Background,
     ) -> None:  # fmt: skip
         self._me, self._membership, self._store, self._sessions = me, membership, store, sessions
-        self._staging, self._sealer, self._opener, self._background = staging, sealer, opener, background
+        self._staging, self._sealer, self._seals = staging, sealer, seals
+        self._opener, self._background = opener, background
 
     def hello(self, hello: sp.Hello) -> sp.HelloReply:
         if hello.version != sp.PROTOCOL_VERSION:
@@ -78,19 +84,31 @@ class Verbs:
                 await self._staging.reserve(self._staging.find(session, request.staging), request.size_bytes)
                 return Answer(sp.Ok())
             case sp.Seal():
-                claim = _claim(request)
-                return _sealed(await self._sealer.seal(self._staging.find(session, request.staging), claim))
+                return _sealed(await self._seals.seal(session, request.staging, _claim(request)))
             case sp.SealCopy():
                 return _sealed(await self._sealer.seal_copy(self._staging.find(session, request.staging)))
             case sp.Abort():
-                await self._staging.abort(self._staging.find(session, request.staging))
+                await self._seals.abort(session, request.staging)
                 return Answer(sp.Ok())
+            case sp.Probe():
+                return await self._background.run(self._probe())
             case _:
                 raise InvalidRequest(f"{type(request).__name__} is not served here")
 
     async def _stage(self, session: int, request: sp.Stage) -> Answer:
         staged, fd = await self._background.run(self._staging.create(session, request.size_bytes))
         return Answer(sp.Staged(staged.handle, staged.volume.id), [fd])
+
+    async def _probe(self) -> Answer:
+        """A volume that cannot have a file now is left out."""
+        found: list[tuple[Volume, int]] = []
+        for volume in self._store.in_service[:MAX_FDS_PER_MESSAGE]:
+            trial = partial(volume.trial_file, self._store.runtime.random_u64())
+            try:
+                found.append((volume, await self._store.runtime.in_thread(trial)))
+            except OSError as error:
+                log.warning("%s", self._store.explain(volume, error, "making a trial file"))
+        return Answer(sp.Probed([v.id for v, _ in found], [v.tier for v, _ in found]), [fd for _, fd in found])
 
     def _open_now(self, request: sp.Open) -> Answer | None:
         """Only when all of them are here and good; else `_open` does it over (an fd costs a few µs)."""

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 FAN_OUT = [f"{i:02x}" for i in range(256)]
 MAX_QUARANTINED = 8
+WORKER_SESSION = 0
+"""Of the worker's own staging: never outlives its process."""
 MAX_IDENTITY_BYTES = 64 << 10
 
 
@@ -115,6 +117,13 @@ class Volume:
     def make_directories(self) -> None:
         for name in ("staging", "quarantine", *(f"blocks/{part}" for part in FAN_OUT)):
             self.disk.make_directory(f"{self.path}/{name}")
+
+    def trial_file(self, number: int) -> int:
+        """A read-only fd of an empty file without a name in this volume, by which others find out what the kernel can
+        do with its files. `number` is a random one. Blocks; raises OSError.
+        """
+        path = self.staging_path(WORKER_SESSION, number)
+        return self.with_directories(lambda: self.disk.create_unnamed(path))
 
     def set_aside(self, path: str, name: str) -> None:
         """Into quarantine, in place of what has this name there. Blocks; raises OSError."""

@@ -36,6 +36,7 @@ from kvstore.worker.peers import Peers
 from kvstore.worker.report import Reporter
 from kvstore.worker.room import Room
 from kvstore.worker.seal import Sealer
+from kvstore.worker.seals import Seals
 from kvstore.worker.service import WorkerService
 from kvstore.worker.sessions import Sessions
 from kvstore.worker.settings import Settings
@@ -75,6 +76,7 @@ class Worker:
         self.staging = Staging(self.store, disk, self.room, self.held, self.background, MAX_BLOCK_BYTES)
         self.room.look = self.staging.look
         self.sealer = Sealer(self.store, disk, self.staging, self.background)
+        self.seals = Seals(self.store, self.staging, self.sealer)
         self.verifier = Verifier(runtime, self.store, disk, self.background)
         self.peers = Peers(self._connect)
         self.fetcher = Fetcher(
@@ -229,9 +231,11 @@ class Worker:
 
     def _is_over(self, block: Block) -> bool:
         """Rule 11: unowned, and nobody will come back for it."""
+        if block.owned or not self.membership.collects:
+            return False
         now = self.runtime.monotonic_s()
         late = now >= block.since_s + self.settings.session_grace_s
-        return self.membership.collects and not block.owned and late and self.sessions.is_over(block.session, now)
+        return block.given_up or (late and self.sessions.is_over(block.session, now))
 
     def _register(self, reply: m.RegisterReply, known: int) -> bool:
         if not reply.cluster:
@@ -304,6 +308,7 @@ class Worker:
             for volume in self.store.in_service:
                 await self.staging.look(volume)
             await self.staging.expire(self.sessions, now)
+            self.seals.forget_over(self.sessions, now)
             self.sessions.forget_over(now)
             if self.store.scanned.is_set():
                 await self.membership.save(self.runtime, self.store, self.store.fences)
@@ -325,8 +330,9 @@ class Worker:
     def _start_socket(self) -> None:
         me = Introduction(self.settings.node, self.endpoint)
         verbs = Verbs(
-            me, self.membership, self.store, self.sessions, self.staging, self.sealer, self.opener, self.background
-        )
+            me, self.membership, self.store, self.sessions, self.staging, self.sealer, self.seals, self.opener,
+            self.background,
+        )  # fmt: skip
         self._fd_server = FdServer(self.settings.socket, self.settings.socket_mode, verbs)
         self._fd_server.start()
 

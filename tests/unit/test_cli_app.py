@@ -342,6 +342,13 @@ class TestConfigShow:
         (row,) = [row for row in rows if row["key"] == "master.dead_ticks"]
         assert row == {"key": "master.dead_ticks", "value": 9, "origin": "environment KVSTORE_MASTER__DEAD_TICKS"}
 
+    def test_what_is_not_set(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("KVSTORE_MOUNT__GID", "1000")
+        assert run(["config", "show", "--json"]) == 0
+        rows = {(row := json.loads(line))["key"]: row["value"] for line in capsys.readouterr().out.splitlines()}
+        assert (rows["mount.uid"], rows["mount.gid"], rows["mount.umask"]) == (None, 1000, "")
+        assert (rows["mount.passthrough"], rows["mount.deadline"]) == ("auto", "10s")
+
     def test_a_wrong_key(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("KVSTORE_LOG__LEVL", "info")
         assert run(["config", "show"]) == 2

@@ -8,12 +8,13 @@ import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvstore.client.local import AsyncLocalWorker, LocalWorker
+from kvstore.client.sockets import ProbedVolume
 from kvstore.core import sockproto as sp
 from kvstore.core.errors import Denied, InvalidRequest, KvError, NoSpace, Overloaded, Timeout, Unavailable
 from kvstore.core.types import Address, BlockId, Replica
@@ -343,6 +344,27 @@ async def test_a_closed_worker_link_stays_closed(path: Path, block: int) -> None
         worker.close()
         with pytest.raises(Unavailable, match="closed"):
             await worker.stage(1)
+
+
+@pytest.mark.parametrize("fd_count", [1, 2, 3])
+async def test_a_probe_names_the_volume_of_each_fd(path: Path, block: int, fd_count: int) -> None:
+    with FakeSocket(path, lambda asked: asked.answer(sp.Probed([7, 8], ["mem", "ssd"]), [block] * fd_count)):
+        worker, blocking = AsyncLocalWorker(str(path), 1), LocalWorker(str(path), 1)
+        asks: list[Callable[[], Awaitable[list[ProbedVolume]]]] = [
+            worker.probe, lambda: asyncio.to_thread(blocking.probe)
+        ]  # fmt: skip
+        for ask in asks:
+            if fd_count != 2:
+                with pytest.raises(KvError, match="malformed"):
+                    await ask()
+                continue
+            volumes = await ask()
+            assert [(v.volume, v.tier) for v in volumes] == [(7, "mem"), (8, "ssd")]
+            for volume in volumes:
+                assert os.pread(volume.fd, 10, 0) == b"bytes"
+                os.close(volume.fd)
+        worker.close()
+        blocking.close()
 
 
 # ---- threads ----

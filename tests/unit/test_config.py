@@ -141,6 +141,9 @@ class TestLayers:
         assert (config.master.journal_records, config.master.journal_size_bytes) == (1_000_000, 1 << 30)
         assert config.client.metadata_ttl_s == 1
         assert config.mount.temp_patterns == ["*.tmp", ".tmp/*"]
+        assert (config.mount.passthrough, config.mount.consistency) == ("auto", "cached")
+        assert (config.mount.uid, config.mount.gid, config.mount.umask_bits) == (None, None, None)
+        assert (config.mount.deadline_s, config.mount.busy_wait_s) == (10, 5)
 
     def test_each_layer_beats_the_one_below(self, tmp_path: Path) -> None:
         path = write(tmp_path, '[master]\ntick="2s"\nlisten="a:1"\ndata="/file"\n')
@@ -193,6 +196,35 @@ class TestLayers:
         assert (config.mount.direct_io, config.mount.allow_other) == (True, False)
         assert config.mount.temp_patterns == ["*.part", "x/*"]
         assert config.node.mounts[0].path == "/a"
+
+    def test_how_a_mount_serves(self, tmp_path: Path) -> None:
+        path = write(
+            tmp_path,
+            '[mount]\npassthrough="on"\nconsistency="strict"\nuid=0\ngid=4294967294\n'
+            'umask="0027"\ndeadline="2s"\nbusy_wait="0"\n',
+        )
+        loaded = load(path, environ={})
+        mount = loaded.config.mount
+        assert (mount.passthrough, mount.consistency) == ("on", "strict")
+        assert (mount.uid, mount.gid, mount.umask_bits) == (0, 4294967294, 0o027)
+        assert (mount.deadline_s, mount.busy_wait_s) == (2, 0)
+        assert origin(loaded, "mount.uid") == f"file {path}"
+
+    def test_what_may_be_unset(self, tmp_path: Path) -> None:
+        """TOML has no word for "not set": a variable or a flag that is empty takes back what a layer below says."""
+        path = write(tmp_path, '[mount]\nuid=7\ngid=8\numask="022"\n')
+        environ = {"KVSTORE_MOUNT__UID": "", "KVSTORE_MOUNT__UMASK": ""}
+        mount = load(path, {"mount.gid": 9}, environ).config.mount
+        assert (mount.uid, mount.gid, mount.umask_bits) == (None, 9, None)
+        mount = load(path, {"mount.uid": "1000", "mount.gid": ""}, environ={}).config.mount
+        assert (mount.uid, mount.gid, mount.umask_bits) == (1000, None, 0o022)
+
+    def test_the_number_of_one_s_own_user(self) -> None:
+        environ = {"KVSTORE_MOUNT__UID": "65534", "KVSTORE_MOUNT__GID": "0", "KVSTORE_MOUNT__PASSTHROUGH": "off"}
+        loaded = load(environ=environ)
+        assert (loaded.config.mount.uid, loaded.config.mount.gid) == (65534, 0)
+        assert loaded.config.mount.passthrough == "off"
+        assert origin(loaded, "mount.gid") == "environment KVSTORE_MOUNT__GID"
 
     @pytest.mark.parametrize("name", ["CLIENT", "WORKER", "MOUNT"])
     def test_the_scheme_of_a_store_may_be_left_out(self, name: str) -> None:
@@ -307,6 +339,14 @@ class TestWrongValues:
             ('[mount]\npath="models"', "mount.path: 'models' must be an absolute path"),
             ('[mount]\ntemp_patterns=["/x"]', "mount.temp_patterns[0]: '/x' must be a relative pattern"),
             ('[mount]\ndir="a\\u0000b"', "mount.dir: 'a\\x00b' must not contain a zero byte"),
+            ('[mount]\npassthrough="yes"', "mount.passthrough: invalid value 'yes'; write one of auto, on, off"),
+            ('[mount]\nconsistency="weak"', "mount.consistency: invalid value 'weak'; write one of cached, strict"),
+            ("[mount]\nuid=-1", "mount.uid: expected int >= 0"),
+            ("[mount]\ngid=4294967295", "mount.gid: expected int <= 4294967294"),
+            ('[mount]\nuid="root"', "mount.uid: expected int | null, got str"),
+            ('[mount]\numask="rwx"', "mount.umask: 'rwx' is not a file mode"),
+            ('[mount]\ndeadline="0s"', "mount.deadline: '0s' must be more than 0"),
+            ('[mount]\nbusy_wait="-1s"', "mount.busy_wait: '-1s' is not a duration"),
             ("[worker]\nvolumes=[1]", "worker.volumes[0]: expected object, got int"),
             ("[worker]\nvolumes=1", "worker.volumes: expected array, got int"),
             (f"[worker]\nvolumes=[{VOLUME.replace('ssd', 'sdd')}]", "invalid value 'sdd'; write one of mem, ssd, hdd"),
@@ -332,6 +372,7 @@ class TestWrongValues:
         [
             ("KVSTORE_MASTER__DEAD_TICKS", "many", "not a whole number"),
             ("KVSTORE_MOUNT__DIRECT_IO", "maybe", "neither true nor false"),
+            ("KVSTORE_MOUNT__UID", "root", "not a whole number"),
             ("KVSTORE_WORKER__VOLUMES", "/data", "not a TOML array such as"),
             ("KVSTORE_WORKER__VOLUMES", "[{]", "not a TOML array such as"),
             ("KVSTORE_WORKER__VOLUMES", '[]\nx=1\ny="', "not a TOML array such as"),

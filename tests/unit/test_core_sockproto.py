@@ -23,6 +23,7 @@ REQUESTS = [
     sp.Open([sp.to_wire(ADDRESS)], [sp.to_wire_replicas([Replica(1, "ssd", "node", "host:1")])], 1.0),
     sp.Touch([sp.to_wire(ADDRESS)]),
     sp.Stat(),
+    sp.Probe(),
 ]
 
 

@@ -21,6 +21,10 @@ class Mount:
 
     def __init__(self) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
+        self.commits = 0
+
+    def commit(self) -> None:
+        self.commits += 1
 
 
 async def code_of(error: BaseException) -> int:
@@ -32,6 +36,7 @@ async def code_of(error: BaseException) -> int:
         await guard.guarded(handler)(mount)
     code = int(caught.value.errno)
     assert mount.counts == {("handler", errno.errorcode[code]): 1}
+    assert mount.commits == 1
     return code
 
 
@@ -99,6 +104,7 @@ async def test_what_went_well_is_counted() -> None:
     mount = Mount()
     assert await guard.guarded(handler)(mount) == 5
     assert mount.counts == {("handler", "ok"): 1}
+    assert mount.commits == 1
 
 
 def test_every_handler_that_pyfuse3_may_call_is_guarded() -> None:

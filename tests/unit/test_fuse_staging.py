@@ -59,7 +59,7 @@ def area_on(volume: SmallVolume, runtime: Time) -> StagingArea:
 
 
 def new_file() -> LocalFile:
-    return LocalFile(1, None, True, 0o100644, 0, 0, 0, 0)
+    return LocalFile(1, 1, None, True, 0o100644, 0, 0, 0, 0)
 
 
 async def write(area: StagingArea, file: LocalFile, size_bytes: int, step: int = 128 * KIB) -> None:

@@ -83,8 +83,17 @@ async def test_what_an_ended_session_left_is_made_dead_then_unlinked(worker: Wor
     assert worker.store.volumes[0].books.used == 0
 
 
+async def test_a_block_that_its_writer_gave_up_is_made_dead_then_unlinked(worker: Worker, master: FakeMaster) -> None:
+    unwanted, other = await kit.put(worker, b"data", owned=False), await kit.put(worker, b"other", owned=False)
+    worker.store.give_up(unwanted)
+    await master.until(lambda: any(unwanted.id in split(r.nowhere_ids) for r in master.reports))
+    assert master.dead == {unwanted.id}
+    assert [p.name for p in kit.files(worker, "blocks")] == [other.address.file_name]
+
+
+@pytest.mark.parametrize("why", ["session over", "given up"])
 async def test_a_block_published_in_the_last_moment_survives_being_made_dead(
-    worker: Worker, master: FakeMaster
+    worker: Worker, master: FakeMaster, why: str
 ) -> None:
     """The Publish overtakes the report that calls the block dead: the verdict decides, not the worker's intent."""
     block = await kit.put(worker, b"data", owned=False)
@@ -97,10 +106,14 @@ async def test_a_block_published_in_the_last_moment_survives_being_made_dead(
         take(request)
 
     master._take = publish_first  # type: ignore[method-assign]
-    worker.sessions.leave(1, worker.runtime.monotonic_s())
+    if why == "given up":
+        worker.store.give_up(block)
+    else:
+        worker.sessions.leave(1, worker.runtime.monotonic_s())
     async with asyncio.timeout(10):
         await told.wait()
     await kit.until(lambda: block.owned)
+    assert not block.given_up
     assert await kit.get(worker, block.address) == b"data"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -202,3 +204,135 @@ async def test_the_socket_of_a_newer_worker_is_left_alone(tmp_path: Path) -> Non
 
 async def test_the_socket_has_its_mode(worker: Worker) -> None:
     assert os.stat(worker.settings.socket).st_mode & 0o777 == 0o666
+
+
+async def written(client: AsyncLocalWorker, data: bytes) -> int:
+    """Handle of a staging file with these bytes, closed by its writer."""
+    staged = await client.stage(len(data))
+    os.pwrite(staged.fd, data, 0)
+    os.close(staged.fd)
+    return staged.staging
+
+
+async def test_a_seal_is_answered_again_to_whoever_has_the_session(worker: Worker) -> None:
+    first, second, stranger = (AsyncLocalWorker(worker.settings.socket, session=s) for s in (5, 5, 6))
+    handle = await written(first, b"data")
+    sealed = await first.seal(handle, 4)
+    first.close()
+    assert await second.seal(handle, 4) == sealed
+    with pytest.raises(NotFound):
+        await stranger.seal(handle, 4)
+    [block] = worker.store.unowned.values()
+    worker.store.own(block)
+    assert await second.seal(handle, 4) == sealed, "the answer of the publish may be lost as well"
+    await worker.evictor.drop([block])
+    with pytest.raises(NotFound):
+        await second.seal(handle, 4)
+    second.close()
+    stranger.close()
+
+
+async def test_seals_of_one_handle_at_the_same_time_are_one(worker: Worker) -> None:
+    client = AsyncLocalWorker(worker.settings.socket, session=5)
+    handle = await written(client, b"data")
+    blocks = await asyncio.gather(*(client.seal(handle, 4) for _ in range(5)))
+    assert len(set(blocks)) == len(worker.store) == 1
+    client.close()
+
+
+async def test_a_failed_seal_may_be_tried_again(worker: Worker) -> None:
+    client = AsyncLocalWorker(worker.settings.socket, session=5)
+    handle = await written(client, b"")
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="empty"):
+            await client.seal(handle, 0)
+    await client.abort(handle)
+    client.close()
+
+
+async def test_seals_are_forgotten_with_their_session_and_beyond_a_bound(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.worker.seals.MAX_REMEMBERED", 2)
+    client = AsyncLocalWorker(worker.settings.socket, session=5)
+    handles = [await written(client, bytes([i])) for i in range(3)]
+    sealed = [await client.seal(handle, 1) for handle in handles]
+    with pytest.raises(NotFound):
+        await client.seal(handles[0], 1)
+    assert [await client.seal(handle, 1) for handle in handles[1:]] == sealed[1:]
+    now = worker.runtime.monotonic_s()
+    worker.seals.forget_over(worker.sessions, now + 2 * worker.sessions.grace_s)
+    assert await client.seal(handles[1], 1) == sealed[1], "it has a connection"
+    client.close()
+    await kit.until(lambda: not len(worker.sessions))
+    worker.seals.forget_over(worker.sessions, now + 2 * worker.sessions.grace_s)
+    again = AsyncLocalWorker(worker.settings.socket, session=5)
+    with pytest.raises(NotFound):
+        await again.seal(handles[1], 1)
+    again.close()
+
+
+async def test_an_abort_after_the_seal_gives_the_block_up_unless_it_is_published(worker: Worker) -> None:
+    client = AsyncLocalWorker(worker.settings.socket, session=5)
+    unwanted, published = await written(client, b"one"), await written(client, b"two")
+    await client.seal(unwanted, 3)
+    sealed = await client.seal(published, 3)
+    block = worker.store.find(sealed.address)
+    assert block is not None
+    worker.store.own(block)
+    await client.abort(unwanted)
+    for handle in (unwanted, published, 77):
+        with pytest.raises(NotFound):
+            await client.abort(handle)
+    with pytest.raises(NotFound):
+        await client.seal(unwanted, 3)
+    assert [b.given_up for b in worker.store.unowned.values()] == [True]
+    assert not block.given_up
+    client.close()
+
+
+async def test_an_abort_during_the_seal_comes_after_it(worker: Worker) -> None:
+    client = AsyncLocalWorker(worker.settings.socket, session=5)
+    handle = await written(client, b"data")
+    sealed, _ = await asyncio.gather(client.seal(handle, 4), client.abort(handle))
+    [block] = worker.store.unowned.values()
+    assert (block.address, block.given_up) == (sealed.address, True)
+    client.close()
+
+
+@pytest.mark.parametrize("has_tmpfile", [True, False])
+async def test_a_probe_brings_a_file_of_each_volume(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, has_tmpfile: bool
+) -> None:
+    real = os.open
+
+    def no_tmpfile(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(path, flags, mode)
+
+    if not has_tmpfile:
+        monkeypatch.setattr(os, "open", no_tmpfile)
+    client = AsyncLocalWorker(worker.settings.socket, session=5)
+    [probed] = await client.probe()
+    volume = worker.store.volumes[0]
+    assert (probed.volume, probed.tier) == (volume.id, "ssd")
+    status = os.fstat(probed.fd)
+    assert (status.st_size, status.st_nlink) == (0, 0)
+    assert status.st_dev == os.stat(volume.path).st_dev
+    assert fcntl.fcntl(probed.fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    os.close(probed.fd)
+    assert kit.files(worker, "staging") == []
+    client.close()
+
+
+@pytest.mark.allow_errors("out of service")
+async def test_a_volume_that_fails_is_left_out_of_a_probe(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: str) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(worker.disk, "create_unnamed", broken)
+    client = AsyncLocalWorker(worker.settings.socket, session=5)
+    assert await client.probe() == []
+    assert not worker.store.in_service
+    client.close()

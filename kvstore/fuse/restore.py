@@ -1,0 +1,108 @@
+"""A file system process takes over from a former one: its records become tables again (rule 28)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Final
+
+from kvstore.client.blocks import AsyncBlocks
+from kvstore.client.files import reopened
+from kvstore.core.errors import KvError
+from kvstore.fuse.attached import TakeOver
+from kvstore.fuse.files import Handle
+from kvstore.fuse.handles import DIRECTORY_BIT, MAX_HANDLE
+from kvstore.fuse.localfile import LocalFile
+from kvstore.fuse.ops import Operations, Parts
+from kvstore.fuse.repeats import Repeats
+from kvstore.fuse.saved import FileRecord, HandleRecord, Recovered
+
+log = logging.getLogger(__name__)
+
+_NUMBER: Final = MAX_HANDLE | DIRECTORY_BIT
+"""What of the kernel's number is ours."""
+
+
+async def restore(
+    operations: Operations, parts: Parts, blocks: AsyncBlocks, recovered: Recovered, taken: TakeOver
+) -> None:
+    """Handles are those that the kernel still has: of a reply that it never got there is none. Whoever closed a file
+    while nobody served was told EIO: what nobody has open any more is dropped, unless it was whole.
+    """
+    operations.repeats = Repeats(taken.table.again)
+    files: dict[int, LocalFile] = {}
+    for record in recovered.files:
+        files[record.id] = _file(record, taken.kept.pop(record.id, -1), blocks)
+        _add(parts, files[record.id], record)
+    open_now = {o.handle & _NUMBER for o in taken.table.opens}
+    for number, handle in recovered.handles.items():
+        if number in open_now:
+            _restore_handle(parts, files, number, handle)
+        else:
+            parts.saved.handle(number, None)
+    for number, listing in recovered.listings.items():
+        if number | DIRECTORY_BIT in open_now:
+            directory = operations.listing(listing.directory)
+            directory.resume(listing.names, listing.after)
+            operations.directories.restore(number, directory)
+        else:
+            parts.saved.listing(number, None)
+    for id_, fd in taken.kept.items():
+        os.close(fd)
+        parts.backing.drop(id_)
+    await _drop_unfinished(parts)
+    parts.saved.commit()
+
+
+def _file(record: FileRecord, kept_fd: int, blocks: AsyncBlocks) -> LocalFile:
+    file = LocalFile(
+        record.id, record.inode, record.key, record.temporary, record.mode, record.uid, record.gid, record.mtime_ns,
+        record.ctime_ns, record.size_bytes, kept_fd,
+    )  # fmt: skip
+    if record.staging >= 0 and kept_fd >= 0:
+        file.staged = blocks.adopt(record.staging, reopened(kept_fd, os.O_RDWR))
+        file.reserved_bytes, file.seen = record.reserved_bytes, record.seen
+    file.sealed, file.hashed, file.entry, file.published = (
+        record.sealed, record.hashed, record.entry, record.published
+    )  # fmt: skip
+    file.changes = 1 if record.dirty else 0
+    if file.hashed is not None:
+        file.hashed = file.hashed._replace(changes=file.changes)
+    file.keep_mtime, file.temp_key, file.looked_up, file.mapped = (
+        record.keep_mtime, record.temp_key, record.looked_up, record.mapped
+    )  # fmt: skip
+    return file
+
+
+def _add(parts: Parts, file: LocalFile, record: FileRecord) -> None:
+    parts.local.add(file)
+    if file.key is None:
+        return
+    if file.temporary:
+        parts.local.temps.restore(file.key, file, record.state)
+    else:
+        parts.local.by_key[file.key] = file
+
+
+def _restore_handle(parts: Parts, files: dict[int, LocalFile], number: int, record: HandleRecord) -> None:
+    if record.entry is not None:
+        sealed = parts.sealed.restore(record.entry)
+        sealed.handles += 1
+        parts.files.handles.restore(number, Handle(sealed, record.inode))
+        return
+    file = files.get(record.file)
+    if file is None:
+        log.warning("handle %d: its file is not among what was saved", number)
+        return
+    parts.local.opened(file, record.inode, record.writes)
+    parts.files.handles.restore(number, Handle(file, record.inode, record.writes))
+
+
+async def _drop_unfinished(parts: Parts) -> None:
+    for file in parts.local.all():
+        if file.handles or (file.temporary and file.key is not None and parts.local.temps.is_ready(file.key, file)):
+            continue
+        try:
+            await parts.files.discard(file)
+        except KvError as error:
+            log.warning("a file that nobody has open any more stays until the session ends: %s", error.message)

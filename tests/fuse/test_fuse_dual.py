@@ -1,0 +1,349 @@
+"""The mount and a plain directory side by side: any sequence of calls, by several processes, has the same answers.
+
+Where the mount promises something else than POSIX, the plain side is `tests.support.promise`, which keeps the promise
+with plain files. `DIFFERENCES` says what and why, and nothing else may differ. `KVSTORE_LONG=1` looks for longer, at
+random, and makes failures small (with ``-o faulthandler_timeout=0``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Final
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import precondition, rule, run_state_machine_as_test
+
+from tests.support import fsops
+from tests.support.dual import ACTORS, Handle, SideBySide, World
+from tests.support.fsops import Call, Failed, call
+from tests.support.modes import MODES, mounted_pair
+from tests.support.promise import Opened, is_temporary
+
+DIFFERENCES: Final = {
+    "published at close": "A reader has the version that he opened, whole; a writer's bytes show at his close or fsync, as "
+    "a new version. A reader of a cache must never see half of a file.",
+    "temporary name appears at close": "Nobody may publish what is being written. So a second writer's create makes a "
+    "file of his own.",
+    "temporary name written again": "An open for writing makes a new version, empty unless it reads or appends: two "
+    "writers never mix their bytes. The former version waits for a second rename, or an unlink.",
+    "no temporary directories": "Nothing below one could be published: EPERM.",
+    "no way back to a temporary name": "Others would see the name vanish: EXDEV, and mv(1) copies.",
+    "hidden from other mounts": "A temporary name is known to its own mount alone.",
+    "attributes of another mount's version": "While a file is open they are what they were, until the name is asked again.",
+    "all is data": "SEEK_DATA and SEEK_HOLE see no holes.",
+    "refused": "Links, devices and users' attributes are not offered.",
+}
+"""Not compared at all: inode numbers, sizes and link counts of directories, blocks, times that nobody set."""
+
+REFUSED: Final = (
+    ("EPERM", call(fsops.hard_link, "d/a", "refused")),
+    ("EPERM", call(fsops.symbolic_link, "d/a", "refused")),
+    ("EPERM", call(fsops.make_fifo, "refused")),
+    ("ENOTSUP", call(fsops.set_attribute, "d", "user.x")),
+    ("ENODATA", call(fsops.get_attribute, "d", "user.x")),
+    ("ENOTSUP", call(fsops.unnamed, "d")),
+)
+LONG: Final = bool(os.environ.get("KVSTORE_LONG"))
+PROFILE: Final = settings(
+    max_examples=3000 if LONG else 60,
+    stateful_step_count=60,
+    derandomize=not LONG,
+    database=None,
+    deadline=None,
+    # Making a failure smaller takes minutes, more than a test may take here.
+    phases=(Phase.generate, Phase.shrink) if LONG else (Phase.generate,),
+    suppress_health_check=list(HealthCheck),
+)
+MIB: Final = 1 << 20
+
+FILES: Final = ("a", "b", "d/a", "d/b", "e/a", "x.tmp", "y.tmp", "d/x.tmp", "d/y.tmp", ".tmp/a")
+DIRECTORIES: Final = ("d", "e", "d/e", ".tmp", "e.tmp")
+ODD: Final = ("none/a", "a/b", "b/x.tmp")
+paths = st.sampled_from((*FILES, *FILES, *DIRECTORIES, *ODD))
+places = st.one_of(st.integers(0, 99), st.integers(100, 199), paths)
+"""A path, or the how manieth file of those that are there."""
+actors = st.integers(0, ACTORS - 1)
+picks = st.integers(0, 99)
+offsets = st.one_of(st.integers(0, 300), st.sampled_from((4095, 4096, 8191, 65_537, MIB - 1, MIB, 2 * MIB + 5)))
+sizes = st.one_of(st.integers(0, 300), st.sampled_from((4096, 4097, 65_536, 131_073, MIB, MIB + 7)))
+accesses = st.sampled_from((os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_RDWR))
+creations = st.sampled_from((0, os.O_CREAT, os.O_CREAT, os.O_CREAT | os.O_EXCL))
+modes = st.sampled_from((0o600, 0o644, 0o755, 0o000))
+old_times = st.integers(1, fsops.OLD_NS - 1)
+
+
+class Dual(SideBySide):
+    """The operations."""
+
+    # ---- open files ----
+
+    @rule(
+        actor=actors,
+        path=places,
+        access=accesses,
+        creation=creations,
+        extra=st.sampled_from((0, 0, os.O_TRUNC, os.O_APPEND)),
+        mode=modes,
+    )
+    def open_file(self, actor: int, path: int | str, access: int, creation: int, extra: int, mode: int) -> None:
+        path = self.path(path)
+        flags = access | creation | extra
+        if self.promise.is_written(path) and flags & (os.O_CREAT | os.O_ACCMODE | os.O_TRUNC):
+            return  # two writers of one temporary name at a time: test_fuse_temporary
+        number = next(self.numbers)
+        promised, opened = self.promise.open(number, path, flags, mode)
+        answer = self.step(actor, call(fsops.open_file, number, path, flags, mode), promised)
+        self.promise.opened(opened, failed=isinstance(answer, Failed))
+        if not isinstance(answer, Failed):
+            self.keep(Handle(number, actor, "mount", access, opened), path)
+
+    @rule(actor=actors, path=places)
+    def open_elsewhere(self, actor: int, path: int | str) -> None:
+        path = self.path(path)
+        number = next(self.numbers)
+        promised = self.elsewhere(path, call(fsops.open_file, number, path, os.O_RDONLY))
+        answer = self.step(actor, call(fsops.open_file, number, path, os.O_RDONLY), promised, "other")
+        if not isinstance(answer, Failed):
+            self.keep(Handle(number, actor, "other", os.O_RDONLY, Opened()), path)
+
+    @precondition(lambda self: self.handles)
+    @rule(pick=picks)
+    def close(self, pick: int) -> None:
+        handle = self.handles[pick % len(self.handles)]
+        self.handles.remove(handle)
+        self.step(handle.actor, call(fsops.close, handle.number), side=handle.side)
+        self.promise.closed(handle.opened)
+
+    @precondition(lambda self: self.here)
+    @rule(pick=picks)
+    def dup(self, pick: int) -> None:
+        handle, number = self.here[pick % len(self.here)], next(self.numbers)
+        if handle.opened.copy is not None and handle.opened.copy.is_hidden:
+            return  # the close of a duplicate shows a temporary name: test_fuse_maps
+        self.step(handle.actor, call(fsops.dup, handle.number, number))
+        handle.opened.fds += 1
+        self.handles.append(Handle(number, handle.actor, "mount", handle.access, handle.opened))
+
+    @precondition(lambda self: self.handles)
+    @rule(pick=picks, size=sizes, offset=st.none() | offsets)
+    def read(self, pick: int, size: int, offset: int | None) -> None:
+        handle = self.handles[pick % len(self.handles)]
+        wanted = call(fsops.read, handle.number, size)
+        if offset is not None:
+            wanted = call(fsops.pread, handle.number, offset, size)
+        self.step(handle.actor, wanted, side=handle.side)
+
+    @precondition(lambda self: self.writers)
+    @rule(pick=picks, size=sizes, offset=st.none() | offsets)
+    def write(self, pick: int, size: int, offset: int | None) -> None:
+        handle, data = self.writers[pick % len(self.writers)], self.data(size)
+        wanted = call(fsops.write, handle.number, data)
+        if offset is not None:
+            wanted = call(fsops.pwrite, handle.number, offset, data)
+        self.step(handle.actor, wanted)
+
+    @precondition(lambda self: self.handles)
+    @rule(pick=picks, offset=st.integers(-10, 400), whence=st.sampled_from((os.SEEK_SET, os.SEEK_CUR, os.SEEK_END)))
+    def seek(self, pick: int, offset: int, whence: int) -> None:
+        handle = self.handles[pick % len(self.handles)]
+        self.step(handle.actor, call(fsops.seek, handle.number, offset, whence), side=handle.side)
+
+    @precondition(lambda self: self.here)
+    @rule(pick=picks, offset=offsets, whence=st.sampled_from((os.SEEK_DATA, os.SEEK_HOLE)))
+    def seek_data(self, pick: int, offset: int, whence: int) -> None:
+        handle = self.here[pick % len(self.here)]
+        self.differs("all is data")
+        promised = call(fsops.seek_as_if_all_were_data, handle.number, offset, whence)
+        self.step(handle.actor, call(fsops.seek, handle.number, offset, whence), promised)
+
+    @precondition(lambda self: self.here)
+    @rule(pick=picks, size=offsets)
+    def truncate_open(self, pick: int, size: int) -> None:
+        handle = self.here[pick % len(self.here)]
+        self.step(handle.actor, call(fsops.truncate_open, handle.number, size))
+
+    @precondition(lambda self: self.here)
+    @rule(pick=picks, data_only=st.booleans())
+    def sync(self, pick: int, data_only: bool) -> None:
+        handle = self.here[pick % len(self.here)]
+        self.step(handle.actor, call(fsops.sync, handle.number, data_only))
+        self.promise.synced(handle.opened)
+
+    @precondition(lambda self: self.handles)
+    @rule(pick=picks)
+    def stat_open(self, pick: int) -> None:
+        handle = self.handles[pick % len(self.handles)]
+        self.step(handle.actor, call(fsops.stat_open, handle.number), side=handle.side)
+
+    @precondition(lambda self: self.writers)
+    @rule(pick=picks, mode=modes, mtime_ns=old_times, times=st.booleans())
+    def set_open_attributes(self, pick: int, mode: int, mtime_ns: int, times: bool) -> None:
+        handle = self.writers[pick % len(self.writers)]
+        wanted = call(fsops.set_times_open, handle.number, mtime_ns)
+        if not times:
+            wanted = call(fsops.chmod_open, handle.number, mode)
+        self.step(handle.actor, wanted)
+        self.promise.open_attributes_changed(
+            handle.opened, lambda p: os.utime(p, ns=(mtime_ns, mtime_ns)) if times else p.chmod(mode)
+        )
+
+    @precondition(lambda self: self.handles)
+    @rule(pick=picks, page=st.integers(0, 300), size=st.integers(1, 20_000), shared=st.booleans())
+    def read_map(self, pick: int, page: int, size: int, shared: bool) -> None:
+        handle = self.handles[pick % len(self.handles)]
+        length = self.size_of(handle)
+        offset = page * fsops.PAGE_BYTES % max(length, 1) // fsops.PAGE_BYTES * fsops.PAGE_BYTES
+        if length > offset:  # beyond the end is SIGBUS, on every file system
+            wanted = call(fsops.read_map, handle.number, offset, min(size, length - offset), shared)
+            self.step(handle.actor, wanted, side=handle.side)
+
+    @precondition(lambda self: self.here)
+    @rule(pick=picks, offset=offsets, size=st.integers(1, 20_000), shared=st.booleans(), synced=st.booleans())
+    def write_map(self, pick: int, offset: int, size: int, shared: bool, synced: bool) -> None:
+        handle = self.here[pick % len(self.here)]
+        length = self.size_of(handle)
+        if length == 0:
+            return
+        offset %= length
+        data = self.data(min(size, length - offset))
+        self.step(handle.actor, call(fsops.write_map, handle.number, offset, data, shared, synced))
+
+    @precondition(lambda self: self.here)
+    @rule(pick=picks, other=picks, at=offsets, to=offsets, size=sizes, sends=st.booleans())
+    def copy_between(self, pick: int, other: int, at: int, to: int, size: int, sends: bool) -> None:
+        source = self.here[pick % len(self.here)]
+        able = [h for h in self.here if h.actor == source.actor]
+        target = able[other % len(able)]
+        if source.opened.copy is not None and source.opened.copy is target.opened.copy:
+            return  # what a file sends to itself depends on the size of the pieces
+        wanted = call(fsops.copy_range, source.number, at, target.number, to, size)
+        if sends:
+            wanted = call(fsops.send_file, target.number, source.number, at, size)
+        self.step(source.actor, wanted)
+
+    @precondition(lambda self: self.here)
+    @rule(
+        pick=picks,
+        kind=st.sampled_from((1, 2, 8)),
+        start=st.integers(0, 20),
+        length=st.integers(0, 20),
+        whole=st.booleans(),
+    )
+    def lock(self, pick: int, kind: int, start: int, length: int, whole: bool) -> None:
+        """`kind`: LOCK_SH, LOCK_EX, LOCK_UN."""
+        handle = self.here[pick % len(self.here)]
+        wanted = call(fsops.lock_range, handle.number, kind, start, length)
+        self.step(handle.actor, call(fsops.flock, handle.number, kind) if whole else wanted)
+
+    # ---- names ----
+
+    @rule(actor=actors, path=places, content=st.booleans(), elsewhere=st.booleans())
+    def look(self, actor: int, path: int | str, content: bool, elsewhere: bool) -> None:
+        path = self.path(path)
+        wanted = call(fsops.read_file if content else fsops.stat_path, path)
+        if elsewhere:
+            self.step(actor, wanted, self.elsewhere(path, wanted), "other")
+        else:
+            self.step(actor, wanted)
+
+    @rule(actor=actors, path=places, size=offsets)
+    def truncate(self, actor: int, path: int | str, size: int) -> None:
+        path = self.path(path)
+        promised, opened = self.promise.truncate(path, size)
+        answer = self.step(actor, call(fsops.truncate, path, size), promised)
+        self.promise.opened(opened, failed=isinstance(answer, Failed))
+        if not isinstance(answer, Failed):
+            self.promise.closed(opened)
+
+    @rule(actor=actors, path=places, mode=modes, mtime_ns=old_times, times=st.booleans())
+    def set_attributes(self, actor: int, path: int | str, mode: int, mtime_ns: int, times: bool) -> None:
+        path = self.path(path)
+        wanted = call(fsops.set_times, path, mtime_ns) if times else call(fsops.chmod, path, mode)
+        if not isinstance(self.step(actor, wanted), Failed):
+            self.promise.attributes_changed(
+                path, lambda p: os.utime(p, ns=(mtime_ns, mtime_ns)) if times else p.chmod(mode)
+            )
+
+    @rule(actor=actors, source=places, new=places, no_replace=st.booleans())
+    def rename(self, actor: int, source: int | str, new: int | str, no_replace: bool) -> None:
+        source = self.path(source)
+        new = self.path(new)
+        if ".tmp" in (source, new) or self.promise.is_written(new):
+            return  # what is temporary would change with the directory's name; two writers of one temporary name
+        wanted = call(fsops.rename, source, new, int(no_replace))
+        if isinstance(self.step(actor, wanted, self.promise.rename(source, new, int(no_replace))), Failed):
+            return
+        written_again = source in self.promise.rewritten and source != new
+        self.promise.renamed(source, new)
+        if written_again:
+            self.ask_one(actor, "mount", call(fsops.unlink, source))
+            self.promise.rewritten.discard(source)
+            self.step(actor, call(fsops.stat_path, source))
+
+    @rule(actor=actors, path=places)
+    def unlink(self, actor: int, path: int | str) -> None:
+        path = self.path(path)
+        if not isinstance(self.step(actor, call(fsops.unlink, path)), Failed):
+            self.promise.unlinked(path)
+
+    @rule(actor=actors, path=st.sampled_from((*DIRECTORIES, *ODD, "a", "x.tmp")), remove=st.booleans())
+    def directory(self, actor: int, path: str, remove: bool) -> None:
+        if remove:
+            self.step(actor, call(fsops.remove_directory, path))
+        else:
+            self.step(actor, call(fsops.make_directory, path), self.promise.make_directory(path))
+
+    @rule(actor=actors, path=st.sampled_from((".", *DIRECTORIES, "a")), elsewhere=st.booleans())
+    def names_in(self, actor: int, path: str, elsewhere: bool) -> None:
+        wanted = call(fsops.names_in, path)
+        if not elsewhere:
+            self.step(actor, wanted)
+            return
+        expected, answer = (self.ask_one(actor, side, wanted) for side in ("plain", "other"))
+        if isinstance(expected, list):
+            expected = [name for name in expected if not is_temporary(f"{path}/{name}")]
+        assert answer == expected, f"{wanted} on the other mount"
+
+    @rule(actor=actors, refused=st.sampled_from(REFUSED))
+    def refuse(self, actor: int, refused: tuple[str, Call]) -> None:
+        error, wanted = refused
+        self.differs("refused")
+        answer = self.ask_one(actor, "mount", wanted)
+        missing = isinstance(answer, Failed) and answer.error == "ENOENT" and not (self.promise.tree / "d/a").exists()
+        assert missing or answer == Failed(error), f"{wanted}: {answer}"
+        self.step(actor, call(fsops.stat_path, "refused"))
+
+    # ---- the end of an example ----
+
+    def teardown(self) -> None:
+        if self.broken:
+            return
+        while self.handles:
+            self.close(0)
+        for side in ("mount", "other"):
+            for directory, _, names in os.walk(self.promise.tree):
+                for name in names:
+                    path = os.path.relpath(f"{directory}/{name}", self.promise.tree)
+                    wanted = call(fsops.read_file, path)
+                    self.step(0, wanted, self.elsewhere(path, wanted) if side == "other" else wanted, side)
+
+
+@pytest.fixture(scope="module", params=MODES)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    root = tmp_path_factory.mktemp("dual")
+    with mounted_pair(root, request.param, settings_b='[client]\nmetadata_ttl = "0s"\n') as pair:
+        world = World(pair, root / "plain", DIFFERENCES)
+        try:
+            yield world
+        finally:
+            world.close()
+
+
+@pytest.mark.slow
+def test_mount_and_plain_directory_agree(world: World) -> None:
+    Dual.world = world
+    run_state_machine_as_test(Dual, settings=PROFILE)
+    assert world.differed == set(DIFFERENCES), "a difference that does not show is none"

@@ -1,0 +1,425 @@
+"""Many writers of one name: every reader at every moment sees a whole version that somebody wrote, or none; no put
+fails because another one renamed first; nothing is left behind (rules 24, 25).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+
+from tests.fuse.calls import error_of
+from tests.fuse.conftest import Store
+from tests.support import fsconnector
+from tests.support.child import Child, in_child
+from tests.support.cluster import Cluster, Worker, wait_until
+from tests.support.fsconnector import CHUNK_BYTES, Connector, Setting, with_connector
+from tests.support.mounts import mounted
+from tests.support.versions import Version, checked, content
+
+LONG: Final = bool(os.environ.get("KVSTORE_LONG"))
+TIMES: Final = 10 if LONG else 1
+SETTINGS: Final = [
+    Setting(header, direct, temporary_directory)
+    for header, direct in ((True, False), (False, False), (False, True))
+    for temporary_directory in (False, True)
+]
+TEMP_TTL_S: Final = 5
+"""How long bytes that nobody renames stay; what is left behind is looked for after it."""
+SWEPT_S: Final = TEMP_TTL_S + 15.0
+MIB: Final = 1 << 20
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    """Two nodes, a mount on each. When all tests are through, nothing that they wrote may be left in staging."""
+    root = tmp_path_factory.mktemp("store")
+    settings = f'[mount]\ntemp_ttl = "{TEMP_TTL_S}s"\n'
+    with (
+        Cluster(root, workers=2, capacity="1GiB") as cluster,
+        mounted(cluster, root / "a", cluster.workers[0], settings=settings) as a,
+        mounted(cluster, root / "b", cluster.workers[1], settings=settings) as b,
+    ):
+        yield Store(cluster, a, b)
+        wait_until(lambda: not staged(*cluster.workers), "no staging file is left", SWEPT_S)
+
+
+@pytest.fixture(scope="module")
+def _lmcache() -> None:
+    fsconnector.preload()
+
+
+@pytest.fixture
+def places(store: Store, tmp_path: Path) -> list[Path]:
+    """The same new directory on both mounts."""
+    in_child(os.mkdir, store.a / tmp_path.name)
+    return [mount / tmp_path.name for mount in (store.a, store.b)]
+
+
+def staged(*workers: Worker) -> list[Path]:
+    return [p for worker in workers for p in (worker.volume / "staging").iterdir()]
+
+
+def temporary(directory: Path) -> list[str]:
+    """What a listing shows of puts that are not through."""
+    names = [name for name in os.listdir(directory) if name.endswith(".tmp") and name != ".tmp"]
+    return names + (os.listdir(directory / ".tmp") if (directory / ".tmp").is_dir() else [])
+
+
+# ---- LMCache ----
+
+KEYS: Final = 4
+WRITERS: Final = 4
+ROUNDS: Final = 3 * TIMES
+GRAIN_BYTES: Final = 2 * fsconnector.TOKEN_BYTES
+"""Chunks of writers differ in length by so much; O_DIRECT wants multiples of 4096."""
+
+
+class Counts(NamedTuple):
+    """What one process saw."""
+
+    hits: int
+    misses: int
+    complaints: list[str]
+
+
+def chunk(key: int, writer: int, turn: int) -> bytes:
+    """Even keys: the same bytes from everybody. Odd ones: each writer's and turn's own, of its own length."""
+    if key % 2 == 0:
+        return content(key, 0, 0, CHUNK_BYTES)
+    return content(key, writer, turn, CHUNK_BYTES - GRAIN_BYTES * (writer * ROUNDS + turn))
+
+
+async def get(connector: Connector, key: int) -> bool:
+    data = await connector.get(key)
+    if data is not None:
+        checked(data, key)
+    return data is not None
+
+
+def put_all(directory: Path, setting: Setting, writer: int) -> Counts:
+    """All keys at once, in an order of this writer's own; each is read back right after."""
+
+    async def use(connector: Connector) -> Counts:
+        async def one(key: int, turn: int) -> bool:
+            await connector.put(key, chunk(key, writer, turn))
+            return await get(connector, key)
+
+        order, found = random.Random(writer), list[bool]()
+        for turn in range(ROUNDS):
+            keys = order.sample(range(KEYS), KEYS)
+            found += await asyncio.gather(*(one(key, turn) for key in keys))
+        return Counts(found.count(True), found.count(False), connector.complaints)
+
+    return with_connector(directory, setting, use)
+
+
+def get_all(directory: Path, setting: Setting, until: Path | None = None) -> Counts:
+    """All keys, again and again until the file is there; once without one."""
+
+    async def use(connector: Connector) -> Counts:
+        found: list[bool] = []
+        while True:
+            last = until is None or until.exists()
+            found += await asyncio.gather(*(get(connector, key) for key in range(KEYS)))
+            if last:
+                return Counts(found.count(True), found.count(False), connector.complaints)
+
+    return with_connector(directory, setting, use)
+
+
+@pytest.mark.lmcache
+@pytest.mark.usefixtures("_lmcache")
+@pytest.mark.parametrize("mounts", [1, 2], ids=["one-mount", "two-mounts"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_lmcache_processes_put_the_same_keys(places: list[Path], tmp_path: Path, setting: Setting, mounts: int) -> None:
+    where, written = places[:mounts], tmp_path / "written"
+    readers = [Child(get_all, place, setting, written) for place in where]
+    writers = [Child(put_all, where[i % mounts], setting, i) for i in range(WRITERS)]
+    wrote = [writer.join(60) for writer in writers]
+    written.touch()
+    read = [reader.join(60) for reader in readers]
+    assert [line for counts in (*wrote, *read) for line in counts.complaints] == []
+    assert [counts.misses for counts in wrote] == [0] * WRITERS, "what had been put was not there"
+    assert sum(counts.hits for counts in read) > 0
+    for place in where:
+        assert in_child(get_all, place, setting) == Counts(KEYS, 0, [])
+        assert in_child(temporary, place) == []
+
+
+# ---- system calls ----
+
+STEPS: Final = 5
+"""Of a put: open, write, write, close, rename."""
+INTERLEAVINGS: Final = [
+    tuple(0 if step in taken else 1 for step in range(2 * STEPS))
+    for taken in itertools.combinations(range(2 * STEPS), STEPS)
+]
+"""All orders in which two writers can take their steps: whose step it is."""
+TRUNCATING: Final = list(itertools.product((os.O_TRUNC, 0), repeat=2))
+
+
+class Put:
+    """One put of key 0 as LMCache makes it, step by step: two writes of one half each."""
+
+    def __init__(self, directory: Path, writer: int, flags: int) -> None:
+        self.directory, self.flags, self.fd = directory, flags, -1
+        self.data = content(0, writer, 0, 9000 + 5000 * writer)
+
+    def steps(self) -> Iterator[str]:
+        """Does one step after the other; yields its name."""
+        self.fd = os.open(self.directory / "0.tmp", os.O_WRONLY | os.O_CREAT | self.flags, 0o644)
+        yield "open"
+        half = len(self.data) // 2
+        os.write(self.fd, self.data[:half])
+        yield "half"
+        os.write(self.fd, self.data[half:])
+        yield "written"
+        os.close(self.fd)
+        yield "closed"
+        os.rename(self.directory / "0.tmp", self.directory / "0.data")
+        yield "renamed"
+
+
+def read_version(directory: Path, key: int) -> Version | None:
+    """As LMCache reads: open, fstat, one read. None for a miss."""
+    try:
+        fd = os.open(directory / f"{key}.data", os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        size = os.fstat(fd).st_size
+        data = os.pread(fd, size + 1, 0)
+    finally:
+        os.close(fd)
+    return checked(data, key)
+
+
+def interleave(directory: Path, flags: Sequence[int], orders: Sequence[tuple[int, ...]]) -> None:
+    """After each rename the name shows a whole version, after both it has shown each once, and nothing is left."""
+    for order in orders:
+        puts = [Put(directory, writer, flags[writer]).steps() for writer in range(2)]
+        shown = []
+        for writer in order:
+            if next(puts[writer]) == "renamed":
+                version = read_version(directory, 0)
+                assert version is not None, order
+                shown.append(version.writer)
+        assert sorted(shown) == [0, 1], order
+        assert os.listdir(directory) == ["0.data"], order
+        os.unlink(directory / "0.data")
+
+
+@pytest.mark.parametrize("flags", TRUNCATING, ids=lambda f: "-".join("truncating" if flag else "keeping" for flag in f))
+def test_every_order_of_two_writers_steps(places: list[Path], flags: tuple[int, int]) -> None:
+    """All 252 in the long form; in the short one a fourth of them for each pair of flags."""
+    orders = INTERLEAVINGS if LONG else INTERLEAVINGS[TRUNCATING.index(flags) :: len(TRUNCATING)]
+    Child(interleave, places[0], flags, orders).join(60)
+
+
+def put_in_pieces(directory: Path, key: int, data: bytes, luck: random.Random) -> None:
+    fd = os.open(directory / f"{key}.tmp", os.O_WRONLY | os.O_CREAT | luck.choice((0, os.O_TRUNC)), 0o644)
+    try:
+        cuts = sorted(luck.sample(range(1, len(data)), luck.randrange(5)))
+        for start, end in itertools.pairwise([0, *cuts, len(data)]):
+            os.write(fd, data[start:end])
+    finally:
+        os.close(fd)
+    os.rename(directory / f"{key}.tmp", directory / f"{key}.data")
+
+
+def write_in_threads(directory: Path, process: int, threads: int, turns: int) -> None:
+    def write(writer: int) -> None:
+        luck = random.Random(writer)
+        for turn, key in itertools.product(range(turns), range(KEYS)):
+            put_in_pieces(directory, key, content(key, writer, turn, luck.randrange(200_000, 800_000)), luck)
+
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(write, range(process * threads, (process + 1) * threads)))
+
+
+def read_all(directory: Path, until: Path) -> int:
+    """Reads every key again and again until the file is there; how many versions were seen, all of them whole."""
+    seen = set()
+    while not until.exists():
+        seen |= {read_version(directory, key) for key in range(KEYS)}
+    return len(seen - {None})
+
+
+def test_threads_and_processes_share_temporary_names(places: list[Path], tmp_path: Path) -> None:
+    written = tmp_path / "written"
+    readers = [Child(read_all, place, written) for place in places]
+    writers = [Child(write_in_threads, places[i % 2], i, 3, 4 * TIMES) for i in range(4)]
+    for writer in writers:
+        writer.join(120)
+    written.touch()
+    assert min(reader.join(60) for reader in readers) > 1
+    for place in places:
+        assert in_child(os.listdir, place) == [f"{key}.data" for key in range(KEYS)]
+
+
+# ---- writers that die ----
+
+
+def put_until(directory: Path, flags: int, point: str) -> None:
+    """Ends this process with SIGKILL after the step."""
+    for step in Put(directory, 1, flags).steps():
+        if step == point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("flags", [os.O_TRUNC, 0], ids=["truncating", "keeping"])
+@pytest.mark.parametrize("point", ["open", "half", "written", "closed", "renamed"])
+def test_a_writer_dies_and_tries_again(places: list[Path], point: str, flags: int) -> None:
+    with pytest.raises(AssertionError, match="died without a word"):
+        in_child(put_until, places[0], flags, point)
+    before = in_child(read_version, places[0], 0)
+    assert (before is not None) == (point == "renamed")
+    retry = Put(places[0], 2, flags)
+    assert in_child(lambda: list(retry.steps())[-1]) == "renamed"
+    for place in places:
+        version = in_child(read_version, place, 0)
+        assert version is not None
+        assert version.writer == 2
+
+
+def die_beside_another(directory: Path, flags: int) -> Version | None:
+    """One writer has written half of its bytes when a second one opens the name; then the first one dies."""
+    ready, say = os.pipe()
+    first = os.fork()
+    if first == 0:
+        for step in Put(directory, 1, flags).steps():
+            if step == "half":
+                os.write(say, b"x")
+                signal.pause()
+    os.read(ready, 1)
+    second = Put(directory, 2, flags).steps()
+    assert next(second) == "open"
+    os.kill(first, signal.SIGKILL)
+    os.waitpid(first, 0)
+    assert list(second)[-1] == "renamed"
+    return read_version(directory, 0)
+
+
+@pytest.mark.parametrize("flags", [os.O_TRUNC, 0], ids=["truncating", "keeping"])
+def test_a_writer_dies_while_another_one_writes(places: list[Path], flags: int) -> None:
+    """What the dead one leaves looks closed, but must not be what the living one's rename publishes."""
+    version = in_child(die_beside_another, places[0], flags)
+    assert version is not None
+    assert version.writer == 2
+
+
+def die_at_random(directory: Path, writer: int, times: int) -> int:
+    """Puts without end, killed after some milliseconds, again and again; how many puts were through before."""
+    luck, turn = random.Random(writer), 0
+    for _ in range(times):
+        reader, say = os.pipe()
+        child = os.fork()
+        if child == 0:
+            while True:
+                put_in_pieces(directory, 0, content(0, writer, turn, luck.randrange(100_000, 400_000)), luck)
+                os.write(say, b"x")
+                turn += 1
+        os.close(say)
+        time.sleep(luck.uniform(0.01, 0.08))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        turn += len(os.read(reader, 1 << 16)) + 1
+        os.close(reader)
+        luck.random()
+    return turn
+
+
+def test_writers_that_die_all_the_time(places: list[Path], tmp_path: Path) -> None:
+    """Each is alone with its name, as far as it knows: what it left half-written is never published by its next life.
+
+    Two mounts: there a temporary name is each one's own.
+    """
+    written = tmp_path / "written"
+    readers = [Child(read_all, place, written) for place in places]
+    writers = [Child(die_at_random, place, i, 20 * TIMES) for i, place in enumerate(places)]
+    puts = sum(writer.join(120) for writer in writers)
+    written.touch()
+    assert puts > 20 * TIMES
+    assert min(reader.join(60) for reader in readers) > 1
+    for place in places:
+        assert in_child(read_version, place, 0) is not None
+
+
+# ---- the master stops ----
+
+IN_FLIGHT: Final = 32
+ANSWER_S: Final = 5.0 + 1.5
+"""One deadline of a call to the master, and what a busy machine adds."""
+
+
+class Answers(NamedTuple):
+    """What one thread met while the master was stopped and after: errors of its puts, and the longest of them."""
+
+    errors: set[str]
+    longest_s: float
+
+
+def put_until_it_works(directory: Path, key: int, stopped: Path, goes_on: Path) -> Answers:
+    """Puts all the time; ends with one that began after the master went on."""
+    luck, errors, longest_s, turn = random.Random(key), set(), 0.0, 0
+    while True:
+        last, start_s = goes_on.exists(), time.monotonic()
+        turn += 1
+        error = error_of(put_in_pieces, directory, key, content(key, 0, turn, 100_000), luck)
+        if stopped.exists():
+            longest_s = max(longest_s, time.monotonic() - start_s)
+        if last and error == "ok":
+            return Answers(errors, longest_s)
+        errors.add(error)
+        time.sleep(0.0 if error == "ok" else 0.05)
+
+
+def put_in_flight(directory: Path, stopped: Path, goes_on: Path) -> list[Answers]:
+    with ThreadPoolExecutor(IN_FLIGHT) as pool:
+        return list(pool.map(lambda key: put_until_it_works(directory, key, stopped, goes_on), range(IN_FLIGHT)))
+
+
+def ask_many(directory: Path) -> tuple[set[str], float]:
+    """What 32 look-ups of unknown names are answered, one after the other, and how long they take together."""
+    start_s = time.monotonic()
+    errors = {error_of(os.stat, directory / f"unknown{i}.data") for i in range(32)}
+    return errors, time.monotonic() - start_s
+
+
+def test_a_stopped_master_costs_one_deadline(tmp_path: Path) -> None:
+    """RENAME and CREATE hold the kernel's lock of the directory, and every look-up in it waits behind them."""
+    stopped, goes_on = tmp_path / "stopped", tmp_path / "goes-on"
+    with Cluster(tmp_path, workers=1) as cluster, mounted(cluster, tmp_path / "m", cluster.workers[0]) as mount:
+        in_child((mount / "d").mkdir)
+        writers = Child(put_in_flight, mount / "d", stopped, goes_on)
+        wait_until(lambda: in_child(lambda: len(os.listdir(mount / "d"))) >= IN_FLIGHT, "all writers are at it")
+        cluster.master.signal(signal.SIGSTOP)
+        stopped.touch()
+        errors, seconds = in_child(ask_many, mount / "d")
+        assert errors == {"ENOENT"}
+        assert seconds < ANSWER_S
+        assert in_child(ask_many, mount / "d")[1] < 1.0, "the circuit is open: no second deadline"
+        cluster.master.signal(signal.SIGCONT)
+        goes_on.touch()
+        answers = writers.join(30)
+        assert set().union(*(a.errors for a in answers)) <= {"ok", "EIO", "ETIMEDOUT"}
+        assert max(a.longest_s for a in answers) < ANSWER_S
+        check_all_there(mount / "d")
+
+
+def check_all_there(directory: Path) -> None:
+    assert in_child(os.listdir, directory) == sorted(f"{key}.data" for key in range(IN_FLIGHT))
+    for key in range(IN_FLIGHT):
+        assert in_child(read_version, directory, key) is not None
