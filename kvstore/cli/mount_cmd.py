@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,7 +23,7 @@ app = new_app()
 @app.command()
 def run(
     directory: Annotated[
-        Path | None,
+        str | None,  # a Path would be stat'ed: who serves it may be this very process, or dead
         typer.Argument(metavar="DIR", help="Where to mount; made if missing. Else mount.dir of the configuration."),
     ] = None,
     config: ConfigOption = None,
@@ -74,7 +73,7 @@ def run(
 ) -> None:
     """Show the store as a directory until it is unmounted (umount DIR) or told to stop (SIGTERM, Ctrl-C)."""
     flags = {
-        "mount.dir": str(directory) if directory is not None else None,
+        "mount.dir": directory,
         "mount.master": master,
         "mount.worker_socket": worker_socket,
         "mount.path": path,

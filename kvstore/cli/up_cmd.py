@@ -24,7 +24,7 @@ app = new_app()
 @app.command()
 def run(
     mount: Annotated[
-        list[Path] | None,
+        list[str] | None,  # a Path would be stat'ed: a dead or hung mount may be there
         typer.Option(help="Show the store as a directory here (made if missing); a second one belongs to node 2."),
     ] = None,
     data: Annotated[Path, typer.Option(help="Where master and workers keep everything.")] = Path("kvstore-data"),
@@ -39,7 +39,12 @@ def run(
     parse_size(free_floor)
     obs_logging.setup("up")
     options = Options(
-        data.absolute(), capacity, workers, tuple(path.absolute() for path in mount or ()), port, free_floor=free_floor
+        data.absolute(),
+        capacity,
+        workers,
+        tuple(Path(path).absolute() for path in mount or ()),
+        port,
+        free_floor=free_floor,
     )
     try:
         asyncio.run(up.run(options, announce_json if as_json else announce))

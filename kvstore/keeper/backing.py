@@ -70,7 +70,7 @@ class BackingFiles:
             self._close_fd(self._offers.pop(next(iter(self._offers))).fd)
 
     def acquire(self, inode: int) -> int:
-        """The id for one more passthrough handle. 0: there is none and none can be had, so the handle needs direct I/O."""
+        """The id for one more passthrough handle. 0: none can be had, so the handle needs direct I/O."""
         backing = self._ids.get(inode)
         if backing is not None:
             backing.count += 1

@@ -144,8 +144,8 @@ def send(sock: socket.socket, kind: Kind, inode: int = 0, text: bytes = b"", fds
 
 
 def receive(sock: socket.socket) -> Message:
-    """The next message. Raises Closed; BlockingIOError when there is none on a non-blocking socket; ValueError for one that
-    was cut off or is of no known kind: it is dropped, the next one can be read.
+    """The next message. Raises Closed; BlockingIOError when there is none on a non-blocking socket; ValueError for one
+    that was cut off or is of no known kind: it is dropped, the next one can be read.
     """
     try:
         data, ancillary, flags, _ = sock.recvmsg(_HEAD.size + _MAX_TEXT, _BUFFER, socket.MSG_CMSG_CLOEXEC)

@@ -1,16 +1,15 @@
 """The file system processes of a mount: one serves, one may be starting, and when one ends another takes over.
 
-Serving → (it ends) outage → (a successor is ready) serving. In an outage requests stay in the kernel; after the deadline
-they are answered with EIO, until somebody serves again.
+Serving → (it ends) outage → (a successor is ready) serving. In an outage requests stay in the kernel; after the
+deadline they are answered with EIO, until somebody serves again.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 from kvstore.keeper import channel
 from kvstore.keeper.channel import Kind, Message
@@ -60,7 +59,7 @@ class Crew:
         self._leaving: list[FsProcess] = []
         """They have no work any more, but have not ended yet."""
         self._upgrade: Upgrade | None = None
-        self._session = secrets.randbits(64)
+        self._session = int.from_bytes(os.urandom(8), "little")
         self.generation = -1
         self.outages = self.restarts = 0
         self.served = False
@@ -115,28 +114,18 @@ class Crew:
     # What they say.
 
     def _read_control(self, process: FsProcess) -> None:
-        while not process.control_ended:
-            try:
-                message = channel.receive(process.control)
-            except BlockingIOError:
-                return
-            except channel.Closed:
-                process.control_ended = True
-                self._loop.forget(process.control.fileno())
-                self._hung_up(process)
-                return
-            except ValueError as error:
-                log.error("from %s: %s", process, error)
-                continue
+        for message in process.messages():
             for fd in self._hear(process, message):
                 os.close(fd)
+        if process.control_ended and self._loop.forget(process.control.fileno()):
+            self._hung_up(process)
 
     def _hear(self, process: FsProcess, message: Message) -> list[int]:
         """The fds that nobody has taken."""
         kind, serves = message.kind, process is self.current
         if kind == Kind.BEAT:
             process.beat_s = self._loop.now_s
-        elif kind == Kind.READY and process is self.next:
+        elif kind == Kind.READY and process is self.next and not process.ready:
             process.ready = True
             self._loop.call_soon(self._use_next)
         elif kind == Kind.SERVING and serves:

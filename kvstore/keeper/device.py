@@ -63,8 +63,8 @@ class Device:
         self.connection = there.minor
 
     def unmount(self, *, lazy: bool) -> None:
-        """Raises OSError, EBUSY above all. Lazy: the name is free at once, the mount ends with its last user. Nothing happens
-        when it is not mounted (any more).
+        """Raises OSError, EBUSY above all. Lazy: the name is free at once, the mount ends with its last user. Nothing
+        happens when it is not mounted (any more).
         """
         there = mountinfo.find(self._directory)
         if there is None or self.connection < 0:
@@ -98,8 +98,8 @@ class Device:
         return 0
 
     def backing_open(self, fd: int) -> int:
-        """Register a file for passthrough; its id, above 0. Raises OSError: EPERM without CAP_SYS_ADMIN or where passthrough
-        was not negotiated, ELOOP on a stacked file system, EINVAL for what is no regular file.
+        """Register a file for passthrough; its id, above 0. Raises OSError: EPERM without CAP_SYS_ADMIN or where
+        passthrough was not negotiated, ELOOP on a stacked file system, EINVAL for what is no regular file.
         """
         return int(fcntl.ioctl(self._fd, _BACKING_OPEN, bytearray(_BACKING_MAP.pack(fd, 0, 0)), True))
 

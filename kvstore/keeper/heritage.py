@@ -1,4 +1,4 @@
-"""What outlives a file system process beside the relay's table: its state file, and the fds that it asked to be kept."""
+"""What outlives a file system process beside the relay's table: its state file, and the fds that it wants kept."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 from collections.abc import Iterator
-from typing import Final
 
 from kvstore.keeper import channel
 from kvstore.keeper.channel import Kind, Table
@@ -40,7 +39,7 @@ class Heritage:
         self.state_fd = fd
 
     def hand_over(self, process: FsProcess, table: Table) -> None:
-        """All of it, and the word to serve. Raises `channel.Closed`, BlockingIOError or OSError when it does not take it."""
+        """All of it, and the word to serve. Raises `channel.Closed`, BlockingIOError when it does not listen."""
         for items in _batches(self.kept):
             process.tell(Kind.KEPT, json.dumps([inode for inode, _ in items]).encode(), [fd for _, fd in items])
         with open(os.memfd_create("kvstore-table"), "w+b", buffering=0) as file:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvstore.keeper import mountinfo
@@ -51,25 +50,25 @@ def holders(directory: str) -> list[Holder]:
 def _uses(pid: int, device: str) -> Iterator[str]:
     mounts = [m for m in mountinfo.of_process(pid) if m.device == device]
     ids, paths = {m.id for m in mounts}, [m.path for m in mounts]
-    home = Path(f"/proc/{pid}")
+    home = f"/proc/{pid}"
     for link, name in _LINKS.items():
         with contextlib.suppress(OSError):
-            target = os.readlink(home / link)
+            target = os.readlink(f"{home}/{link}")
             if any(target == path or target.startswith(path + "/") for path in paths):
                 yield f"{name} {target}"
-    for fd in sorted(os.listdir(home / "fdinfo"), key=int):
+    for fd in sorted(os.listdir(f"{home}/fdinfo"), key=int):
         with contextlib.suppress(OSError):
-            mount_id = _MNT_ID.search((home / "fdinfo" / fd).read_bytes())
+            mount_id = _MNT_ID.search(_read(f"{home}/fdinfo/{fd}"))
             if mount_id is not None and int(mount_id[1]) in ids:
-                yield f"fd {fd} ({os.readlink(home / 'fd' / fd)})"
+                yield f"fd {fd} ({os.readlink(f'{home}/fd/{fd}')})"
     yield from _maps(home, device)
 
 
-def _maps(home: Path, device: str) -> Iterator[str]:
+def _maps(home: str, device: str) -> Iterator[str]:
     major, _, minor = device.partition(":")
     wanted = f"{int(major):02x}:{int(minor):02x}".encode()
     seen = set()
-    for line in (home / "maps").read_bytes().splitlines():
+    for line in _read(f"{home}/maps").splitlines():
         fields = line.split(None, 5)
         if len(fields) == 6 and fields[3] == wanted and fields[5] not in seen:
             seen.add(fields[5])
@@ -77,4 +76,9 @@ def _maps(home: Path, device: str) -> Iterator[str]:
 
 
 def _command(pid: int) -> str:
-    return os.fsdecode(Path(f"/proc/{pid}/comm").read_bytes()).strip()
+    return os.fsdecode(_read(f"/proc/{pid}/comm")).strip()
+
+
+def _read(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()

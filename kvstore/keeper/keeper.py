@@ -144,7 +144,7 @@ class Keeper:
         return True
 
     def _give_up(self) -> None:
-        """Nobody finds the mount any more. Whoever still has it open gets EIO at once, also while others end in order."""
+        """Nobody finds the mount any more. Who still has it open gets EIO at once, also while we end in order."""
         self.crew.end()
         self.crew.traffic.fail()
 
@@ -183,7 +183,7 @@ class Keeper:
             "generation": crew.generation,
             "uptime_s": round(time.monotonic() - self._started_at, 1),
             "pending": len(relay.pending),
-            "opens": len(relay.files) + len(relay.directories),
+            "opens": len(relay.handles),
             "backing_ids": len(crew.traffic.backing),
             "offers": crew.traffic.backing.offers,
             "kept": len(crew.heritage.kept),

@@ -1,4 +1,4 @@
-"""Log lines on standard error in the formats of `kvstore.obs.logging`, for a process that imports nothing of kvstore."""
+"""Log lines on standard error in the formats of `kvstore.obs.logging`; the keeper imports nothing of kvstore."""
 
 from __future__ import annotations
 

@@ -47,10 +47,12 @@ class Loop:
     def change(self, fd: int, events: int) -> None:
         self._poll.modify(fd, events)
 
-    def forget(self, fd: int) -> None:
-        """Before it is closed. Twice is once."""
-        if self._watched.pop(fd, None) is not None:
-            self._poll.unregister(fd)
+    def forget(self, fd: int) -> bool:
+        """Before it is closed. False: it was not watched."""
+        if self._watched.pop(fd, None) is None:
+            return False
+        self._poll.unregister(fd)
+        return True
 
     def call_soon(self, call: Callable[[], None]) -> None:
         """Run it on the loop's thread, not within another callback. From any thread."""

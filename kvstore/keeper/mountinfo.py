@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from pathlib import Path
 from typing import Final, NamedTuple
 
 FS_TYPE: Final = "fuse.kvstore"
@@ -26,7 +25,8 @@ class MountPoint(NamedTuple):
 
 def of_process(pid: int | str = "self") -> list[MountPoint]:
     """In the order they were made, those of another process by its own paths. Raises OSError when it is gone."""
-    return parse(Path(f"/proc/{pid}/mountinfo").read_bytes())
+    with open(f"/proc/{pid}/mountinfo", "rb") as file:
+        return parse(file.read())
 
 
 def find(directory: str) -> MountPoint | None:

@@ -20,7 +20,7 @@ _INIT_TIMEOUT_S: Final = 2.0
 
 
 def why_not(fds: Sequence[tuple[str, int]] = ()) -> str | None:
-    """None when it works; else one line why not. `fds`: (label, open file) of what shall be served, one for each volume."""
+    """None when it works; else one line why not. `fds`: (label, open file), one for each volume to be served."""
     try:
         _check_sockets()
         with _trial_mount() as device:
@@ -110,5 +110,7 @@ def _refusal(label: str, error: OSError) -> str:
     if error.errno == errno.ELOOP:
         return f"overlayfs cannot back (ELOOP): {label}; put it on a file system of its own"
     if error.errno in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTTY):
-        return f"the kernel does not allow passthrough ({os.strerror(error.errno)}): it takes CAP_SYS_ADMIN and CONFIG_FUSE_PASSTHROUGH"
+        return (
+            f"the kernel allows no passthrough ({os.strerror(error.errno)}): see CAP_SYS_ADMIN, CONFIG_FUSE_PASSTHROUGH"
+        )
     return f"the kernel cannot pass through to {label}: {error.strerror}"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import collections
+import logging
 import os
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from kvstore.keeper import channel
-from kvstore.keeper.channel import Inheritance, Kind
+from kvstore.keeper.channel import Inheritance, Kind, Message
+
+log = logging.getLogger(__name__)
 
 SOCKET_BYTES: Final = 4 << 20
 """Of each buffer of the FUSE pair: a message of 1 MiB does not fit the kernel's default."""
@@ -101,6 +104,18 @@ class FsProcess:
     def tell(self, kind: Kind, text: bytes = b"", fds: Sequence[int] = ()) -> None:
         """On the control channel. Raises `channel.Closed`; BlockingIOError when it reads nothing any more."""
         channel.send(self.control, kind, 0, text, fds)
+
+    def messages(self) -> Iterator[Message]:
+        """What it has said on the control channel so far. Their fds are the caller's to close."""
+        while not self.control_ended:
+            try:
+                yield channel.receive(self.control)
+            except BlockingIOError:
+                return
+            except channel.Closed:
+                self.control_ended = True
+            except ValueError as error:
+                log.error("from %s: %s", self, error)
 
     def kill_by(self, at_s: float) -> None:
         """SIGKILL then, unless it has ended; an earlier time that was set stays."""

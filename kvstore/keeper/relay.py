@@ -14,7 +14,8 @@ from typing import Final, NamedTuple, Protocol
 
 from kvstore.keeper import wire
 from kvstore.keeper.backing import BackingFiles
-from kvstore.keeper.channel import PASSTHROUGH_BIT, Again, Open, Table
+from kvstore.keeper.channel import PASSTHROUGH_BIT, Again, Table
+from kvstore.keeper.handles import Handles
 from kvstore.keeper.wire import Op
 
 log = logging.getLogger(__name__)
@@ -37,17 +38,6 @@ class Request(NamedTuple):
     raw: bytes | None
     """The whole message. None: too long to be kept, so it cannot be sent again."""
     arrived_s: float
-
-
-class Handle:
-    """One that the kernel holds."""
-
-    __slots__ = ("backed", "inode")
-
-    def __init__(self, inode: int, *, backed: bool) -> None:
-        self.inode = inode
-        self.backed = backed
-        """It holds a reference on its inode's backing id."""
 
 
 class Outlets(Protocol):
@@ -82,8 +72,7 @@ class Relay:
         self._out, self._backing = outlets, backing
         self.pending: dict[int, Request] = {}
         """By unique, in order of arrival."""
-        self.files: dict[int, Handle] = {}
-        self.directories: dict[int, Handle] = {}
+        self.handles = Handles(backing)
         self.failing = False
         self.counts = Counts()
         self._late: dict[int, Request] = {}
@@ -110,7 +99,7 @@ class Relay:
             self._out.to_kernel(wire.reply(unique, errno.ENODATA))
             return
         if opcode == Op.RELEASE:
-            self._drop_backing(raw)
+            self.handles.drop_backing(raw)
         elif opcode == Op.INIT:
             self._init_request = raw
         kept = raw if size <= MAX_KEPT_BYTES or opcode == Op.WRITE else None
@@ -120,12 +109,6 @@ class Relay:
             return
         self.pending[unique] = request
         self._out.to_fs(raw)
-
-    def _drop_backing(self, release: bytes) -> None:
-        handle = self.files.get(wire.released_handle(release))
-        if handle is not None and handle.backed:
-            handle.backed = False
-            self._backing.release(handle.inode)
 
     # From the file system process.
 
@@ -141,7 +124,8 @@ class Relay:
             return
         opcode = request.opcode
         if opcode in (Op.RELEASE, Op.RELEASEDIR):
-            self._forget_handle(request)
+            assert request.raw is not None
+            self.handles.forget(request.raw)
         finish = self._finish.get(opcode)
         if finish is not None and error == 0:
             finish(unique, request, message)
@@ -185,7 +169,7 @@ class Relay:
             flags |= wire.FOPEN_NOFLUSH
         wire.OPEN_OUT.pack_into(message, at, number, flags, backing_id)
         if self._to_kernel(unique, message):
-            self.files[number] = Handle(inode, backed=backed)
+            self.handles.add_file(number, inode, backed=backed)
             return
         if backed:
             self._backing.release(inode)
@@ -194,7 +178,7 @@ class Relay:
     def _opened_directory(self, unique: int, request: Request, message: memoryview) -> None:
         number = wire.OPEN_OUT.unpack_from(message, wire.OPENED_AT)[0]
         if self._to_kernel(unique, message):
-            self.directories[number] = Handle(request.inode, backed=False)
+            self.handles.add_directory(number, request.inode)
         else:
             self._close(request.inode, number, directory=True)
 
@@ -207,11 +191,6 @@ class Relay:
         unique = next(self._own_uniques)
         self._own[unique] = what
         return unique
-
-    def _forget_handle(self, request: Request) -> None:
-        assert request.raw is not None
-        handles = self.files if request.opcode == Op.RELEASE else self.directories
-        handles.pop(wire.released_handle(request.raw), None)
 
     def _not_awaited(self, unique: int, error: int, message: memoryview) -> None:
         own = self._own.pop(unique, None)
@@ -243,10 +222,7 @@ class Relay:
     def _compare_init(self, message: memoryview) -> None:
         wire.patch_init(self._init_request, message)
         if message[wire.OUT_HEAD.size :] != self._init_reply[wire.OUT_HEAD.size :]:
-            log.warning(
-                "the new file system process negotiates other FUSE settings; the mount keeps the first ones until it is "
-                "unmounted"
-            )
+            log.warning("the new file system process wants other FUSE settings; the first ones hold until the unmount")
 
     # Answers of our own.
 
@@ -281,7 +257,8 @@ class Relay:
     def _give_up(self, unique: int, request: Request) -> None:
         answer = wire.last_answer(unique, request.opcode)
         if request.opcode in (Op.RELEASE, Op.RELEASEDIR):
-            self._forget_handle(request)
+            assert request.raw is not None
+            self.handles.forget(request.raw)
         else:
             self.counts.answered_eio += 1
         self._out.to_kernel(answer)
@@ -296,9 +273,7 @@ class Relay:
 
     def table(self) -> Table:
         """What the next process is told."""
-        opens = [Open(n, h.inode, False) for n, h in self.files.items()]
-        opens += [Open(n, h.inode, True) for n, h in self.directories.items()]
-        return Table(opens, list(self._again()))
+        return Table(self.handles.all(), list(self._again()))
 
     def _again(self) -> Iterator[Again]:
         for request in self.pending.values():

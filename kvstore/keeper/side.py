@@ -1,4 +1,4 @@
-"""A thread for what may block: notifications (the kernel may hold a directory's lock), unmounting, searches in /proc."""
+"""A thread for what may block: notifications (a directory's lock), unmounting, searches in /proc."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ class Traffic:
             process.flush()
             self._update()
         for _ in range(BATCH):
-            if not self._receive(process):
+            if not self._receive(process) or not self.relay.pending:
                 return
 
     def _receive(self, process: FsProcess) -> bool:

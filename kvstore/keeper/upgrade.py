@@ -1,4 +1,4 @@
-"""A live upgrade: the new process starts beside the old one, requests run dry, the old one yields, the new one takes over.
+"""A live upgrade: a new process starts beside the old one, requests run dry, the old one yields, the new one serves.
 
 The crew starts, ends and attaches processes; here stands how far an upgrade is, and who wants to know.
 """

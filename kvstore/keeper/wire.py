@@ -71,6 +71,10 @@ FOPEN_PASSTHROUGH: Final = 1 << 7
 
 # INIT. Bits of `flags`, and of `flags2`, which counts only with INIT_EXT.
 PARALLEL_DIROPS: Final = 1 << 18
+HANDLE_KILLPRIV_V2: Final = 1 << 28
+"""The kernel asks for no `security.capability` before a write: writes by passthrough go on while nobody answers. (There
+are none: the mount is nosuid.)
+"""
 INIT_EXT: Final = 1 << 30
 PASSTHROUGH2: Final = 1 << 5
 MAX_STACK_DEPTH: Final = 1
@@ -178,7 +182,7 @@ def patch_init(request: bytes, message: memoryview) -> None:
     if not offers_passthrough(request) or len(message) < OUT_HEAD.size + _INIT_OUT_SIZE:
         return
     flags, flags2 = _U32.unpack_from(message, _INIT_FLAGS_AT)[0], _U32.unpack_from(message, _INIT_FLAGS2_AT)[0]
-    _U32.pack_into(message, _INIT_FLAGS_AT, flags | INIT_EXT | PARALLEL_DIROPS)
+    _U32.pack_into(message, _INIT_FLAGS_AT, flags | INIT_EXT | PARALLEL_DIROPS | HANDLE_KILLPRIV_V2)
     _U32.pack_into(message, _INIT_FLAGS2_AT, flags2 | PASSTHROUGH2)
     _U32.pack_into(message, _INIT_DEPTH_AT, MAX_STACK_DEPTH)
 

@@ -62,11 +62,9 @@ MIB: Final = 1 << 20
 FILES: Final = ("a", "b", "d/a", "d/b", "e/a", "x.tmp", "y.tmp", "d/x.tmp", "d/y.tmp", ".tmp/a")
 DIRECTORIES: Final = ("d", "e", "d/e", ".tmp", "e.tmp")
 ODD: Final = ("none/a", "a/b", "b/x.tmp")
-paths = st.sampled_from((*FILES, *FILES, *DIRECTORIES, *ODD))
-places = st.one_of(st.integers(0, 99), st.integers(100, 199), paths)
-"""A path, or the how manieth file of those that are there."""
 actors = st.integers(0, ACTORS - 1)
-picks = st.integers(0, 99)
+picks = st.integers(0, 9999)
+"""The how manieth of what is there, handles or paths."""
 offsets = st.one_of(st.integers(0, 300), st.sampled_from((4095, 4096, 8191, 65_537, MIB - 1, MIB, 2 * MIB + 5)))
 sizes = st.one_of(st.integers(0, 300), st.sampled_from((4096, 4097, 65_536, 131_073, MIB, MIB + 7)))
 accesses = st.sampled_from((os.O_RDONLY, os.O_WRONLY, os.O_RDWR, os.O_RDWR))
@@ -82,14 +80,13 @@ class Dual(SideBySide):
 
     @rule(
         actor=actors,
-        path=places,
+        path=picks,
         access=accesses,
         creation=creations,
         extra=st.sampled_from((0, 0, os.O_TRUNC, os.O_APPEND)),
         mode=modes,
     )
-    def open_file(self, actor: int, path: int | str, access: int, creation: int, extra: int, mode: int) -> None:
-        path = self.path(path)
+    def open_file(self, actor: int, path: int, access: int, creation: int, extra: int, mode: int) -> None:
         flags = access | creation | extra
         if self.promise.is_written(path) and flags & (os.O_CREAT | os.O_ACCMODE | os.O_TRUNC):
             return  # two writers of one temporary name at a time: test_fuse_temporary
@@ -100,9 +97,8 @@ class Dual(SideBySide):
         if not isinstance(answer, Failed):
             self.keep(Handle(number, actor, "mount", access, opened), path)
 
-    @rule(actor=actors, path=places)
-    def open_elsewhere(self, actor: int, path: int | str) -> None:
-        path = self.path(path)
+    @rule(actor=actors, path=picks)
+    def open_elsewhere(self, actor: int, path: int) -> None:
         number = next(self.numbers)
         promised = self.elsewhere(path, call(fsops.open_file, number, path, os.O_RDONLY))
         answer = self.step(actor, call(fsops.open_file, number, path, os.O_RDONLY), promised, "other")
@@ -240,37 +236,32 @@ class Dual(SideBySide):
 
     # ---- names ----
 
-    @rule(actor=actors, path=places, content=st.booleans(), elsewhere=st.booleans())
-    def look(self, actor: int, path: int | str, content: bool, elsewhere: bool) -> None:
-        path = self.path(path)
+    @rule(actor=actors, path=picks, content=st.booleans(), elsewhere=st.booleans())
+    def look(self, actor: int, path: int, content: bool, elsewhere: bool) -> None:
         wanted = call(fsops.read_file if content else fsops.stat_path, path)
         if elsewhere:
             self.step(actor, wanted, self.elsewhere(path, wanted), "other")
         else:
             self.step(actor, wanted)
 
-    @rule(actor=actors, path=places, size=offsets)
-    def truncate(self, actor: int, path: int | str, size: int) -> None:
-        path = self.path(path)
+    @rule(actor=actors, path=picks, size=offsets)
+    def truncate(self, actor: int, path: int, size: int) -> None:
         promised, opened = self.promise.truncate(path, size)
         answer = self.step(actor, call(fsops.truncate, path, size), promised)
         self.promise.opened(opened, failed=isinstance(answer, Failed))
         if not isinstance(answer, Failed):
             self.promise.closed(opened)
 
-    @rule(actor=actors, path=places, mode=modes, mtime_ns=old_times, times=st.booleans())
-    def set_attributes(self, actor: int, path: int | str, mode: int, mtime_ns: int, times: bool) -> None:
-        path = self.path(path)
+    @rule(actor=actors, path=picks, mode=modes, mtime_ns=old_times, times=st.booleans())
+    def set_attributes(self, actor: int, path: int, mode: int, mtime_ns: int, times: bool) -> None:
         wanted = call(fsops.set_times, path, mtime_ns) if times else call(fsops.chmod, path, mode)
         if not isinstance(self.step(actor, wanted), Failed):
             self.promise.attributes_changed(
                 path, lambda p: os.utime(p, ns=(mtime_ns, mtime_ns)) if times else p.chmod(mode)
             )
 
-    @rule(actor=actors, source=places, new=places, no_replace=st.booleans())
-    def rename(self, actor: int, source: int | str, new: int | str, no_replace: bool) -> None:
-        source = self.path(source)
-        new = self.path(new)
+    @rule(actor=actors, source=picks, new=picks, no_replace=st.booleans())
+    def rename(self, actor: int, source: int, new: int, no_replace: bool) -> None:
         if ".tmp" in (source, new) or self.promise.is_written(new):
             return  # what is temporary would change with the directory's name; two writers of one temporary name
         wanted = call(fsops.rename, source, new, int(no_replace))
@@ -283,20 +274,19 @@ class Dual(SideBySide):
             self.promise.rewritten.discard(source)
             self.step(actor, call(fsops.stat_path, source))
 
-    @rule(actor=actors, path=places)
-    def unlink(self, actor: int, path: int | str) -> None:
-        path = self.path(path)
+    @rule(actor=actors, path=picks)
+    def unlink(self, actor: int, path: int) -> None:
         if not isinstance(self.step(actor, call(fsops.unlink, path)), Failed):
             self.promise.unlinked(path)
 
-    @rule(actor=actors, path=st.sampled_from((*DIRECTORIES, *ODD, "a", "x.tmp")), remove=st.booleans())
+    @rule(actor=actors, path=picks, remove=st.booleans())
     def directory(self, actor: int, path: str, remove: bool) -> None:
         if remove:
             self.step(actor, call(fsops.remove_directory, path))
         else:
             self.step(actor, call(fsops.make_directory, path), self.promise.make_directory(path))
 
-    @rule(actor=actors, path=st.sampled_from((".", *DIRECTORIES, "a")), elsewhere=st.booleans())
+    @rule(actor=actors, path=picks, elsewhere=st.booleans())
     def names_in(self, actor: int, path: str, elsewhere: bool) -> None:
         wanted = call(fsops.names_in, path)
         if not elsewhere:
