@@ -87,10 +87,11 @@ def _rates(results: Results, rounds: int) -> Iterator[str]:
     places = results.places
     for unit in dict.fromkeys(what.unit for what in results.rows):
         yield ""
-        yield f"{unit}, and share of the plain directory in the same run (median of {rounds})"
-        yield _row("", [*places, "aims"])
+        yield f"{unit}, and share of the plain directory in the same run (median of {rounds}; + aim met, ! missed)"
+        yield _row("", places) + "   aims"
         for what in (w for w in results.rows if w.unit == unit):
-            yield _row(f"{what.phase}  {what.load}", [*(_rate(results, what, p) for p in places), _aims(what, places)])
+            row = _row(f"{what.phase}  {what.load}", [_rate(results, what, place) for place in places])
+            yield f"{row}   {_aims(what, places)}".rstrip()
 
 
 def _rate(results: Results, what: What, place: str) -> str:
@@ -149,4 +150,4 @@ def _verdict(results: Results) -> Iterator[str]:
 
 
 def _row(title: str, cells: Sequence[str]) -> str:
-    return f"{title:{WHAT_WIDTH}}" + "".join(f"{cell:>{CELL_WIDTH}}" for cell in cells)
+    return (f"{title:{WHAT_WIDTH}}" + "".join(f"{cell:>{CELL_WIDTH}}" for cell in cells)).rstrip()

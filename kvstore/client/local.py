@@ -112,6 +112,11 @@ class AsyncLocalWorker:
         """The volumes in service, the fastest tier first, each with an fd of a file in it."""
         return sockets.probed(await self._request(sp.Probe(), timeout_s, repeat=True))
 
+    async def unfinished(self, *, timeout_s: float = _DEFAULT_S) -> list[int]:
+        """Handles of all that this session has in staging."""
+        answer = await self._request(sp.Unfinished(), timeout_s, repeat=True)
+        return sockets.body_of(answer, sp.Handles).staging
+
     def close(self) -> None:
         """Ends the connection, and with it the session unless another connection has it too."""
         self._closed = True

@@ -147,6 +147,14 @@ class Probed(Message):
     tiers: list[str]
 
 
+class Unfinished(Message, tag="unfinished"):
+    """What this session has in staging. Answered with `Handles`."""
+
+
+class Handles(Message):
+    staging: list[int]
+
+
 class Ok(Message):
     pass
 
@@ -157,7 +165,7 @@ class Failed(Message):
     fault: str = ""
 
 
-Request = Hello | Stage | Reserve | Seal | SealCopy | Abort | Open | Touch | Stat | Probe
+Request = Hello | Stage | Reserve | Seal | SealCopy | Abort | Open | Touch | Stat | Probe | Unfinished
 _requests = msgspec.msgpack.Decoder(tuple[int, Request])
 _heads = msgspec.msgpack.Decoder(tuple[int, int, msgspec.Raw])
 _encoder = msgspec.msgpack.Encoder()

@@ -41,7 +41,7 @@ def build(
     changes = Changes(tree, local, sealed, files, publisher, saved, runtime)
     attributes = Attributes(Owner(mount.uid, mount.gid, mount.umask_bits))
     space, patterns = Space(master, facts.root.inode, runtime), TempPatterns(mount.temp_patterns)
-    return Parts(numbers, tree, local, sealed, files, changes, space, patterns, attributes, saved, area.backing)
+    return Parts(numbers, tree, local, sealed, files, changes, space, patterns, attributes, saved, area)
 
 
 def new_saved(keeper: Keeper | None) -> Saved:

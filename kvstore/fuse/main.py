@@ -20,7 +20,6 @@ from kvstore.core.types import Entry
 from kvstore.fuse import metrics, mountpoint, plain
 from kvstore.fuse.assembly import build, new_saved
 from kvstore.fuse.attached import Keeper, TakeOver, die_with
-from kvstore.fuse.changes import Changes
 from kvstore.fuse.circuit import Master
 from kvstore.fuse.ops import Operations, Parts
 from kvstore.fuse.restore import restore
@@ -114,14 +113,14 @@ class Mount:
     async def _take_over(
         self, operations: Operations, parts: Parts, client: AsyncClient, taken: TakeOver, recovered: Recovered
     ) -> None:
-        await restore(operations, parts, client.blocks, recovered, taken)
+        await restore(operations, parts, client.blocks, client.worker, recovered, taken)
         if recovered.facts is not None:
             files, handles = len(recovered.files), len(taken.table.opens)
             log.info("took over", extra={"files": files, "handles": handles, "repeated": len(taken.table.again)})
 
     async def _until_the_end(self, parts: Parts, client: AsyncClient, runtime: Runtime) -> None:
         tasks = [
-            asyncio.create_task(_sweep(parts.changes, self._config.mount.temp_ttl_s, runtime)),
+            asyncio.create_task(_sweep(parts, self._config.mount.temp_ttl_s, runtime)),
             asyncio.create_task(self._when_it_serves(client)),
         ]
         if self._keeper is None:
@@ -176,17 +175,21 @@ async def _root(master: Master, path: str) -> Entry:
     return entry
 
 
-async def _sweep(changes: Changes, temp_ttl_s: float, runtime: Runtime) -> None:
+async def _sweep(parts: Parts, temp_ttl_s: float, runtime: Runtime) -> None:
     while True:
         await runtime.sleep(SWEEP_S)
         try:
-            await changes.expire(temp_ttl_s)
+            await parts.changes.expire(temp_ttl_s)
+            await parts.area.spares.sweep()
         except KvError as error:
             log.warning("sweeping temporary files: %s", error.message)
 
 
 async def _drop_all(parts: Parts) -> None:
     """Staging files go at once rather than with the session's grace."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(DROP_TIMEOUT_S):
+            await parts.area.spares.close()
     for file in parts.local.all():
         try:
             async with asyncio.timeout(DROP_TIMEOUT_S):

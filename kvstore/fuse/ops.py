@@ -33,7 +33,6 @@ from pyfuse3 import (
 from kvstore.core.errors import AlreadyExists, NotFound
 from kvstore.core.limits import MAX_NAME_BYTES
 from kvstore.fuse.attrs import Attributes, of_statfs
-from kvstore.fuse.backing import Backing
 from kvstore.fuse.changes import Changes, Wanted
 from kvstore.fuse.files import Files, Opened
 from kvstore.fuse.guard import guarded_operations
@@ -47,6 +46,7 @@ from kvstore.fuse.repeats import Repeats
 from kvstore.fuse.saved import ListingRecord, Saved
 from kvstore.fuse.sealed import SealedFiles
 from kvstore.fuse.space import Space
+from kvstore.fuse.staging import StagingArea
 from kvstore.fuse.tree import AWAY, Tree
 from kvstore.keeper.channel import PASSTHROUGH_BIT
 
@@ -67,7 +67,7 @@ class Parts(NamedTuple):
     patterns: TempPatterns
     attributes: Attributes
     saved: Saved
-    backing: Backing
+    area: StagingArea
 
 
 @guarded_operations

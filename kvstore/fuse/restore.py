@@ -8,6 +8,7 @@ from typing import Final
 
 from kvstore.client.blocks import AsyncBlocks
 from kvstore.client.files import reopened
+from kvstore.client.local import AsyncLocalWorker
 from kvstore.core.errors import KvError
 from kvstore.fuse.attached import TakeOver
 from kvstore.fuse.files import Handle
@@ -24,7 +25,12 @@ _NUMBER: Final = MAX_HANDLE | DIRECTORY_BIT
 
 
 async def restore(
-    operations: Operations, parts: Parts, blocks: AsyncBlocks, recovered: Recovered, taken: TakeOver
+    operations: Operations,
+    parts: Parts,
+    blocks: AsyncBlocks,
+    worker: AsyncLocalWorker | None,
+    recovered: Recovered,
+    taken: TakeOver,
 ) -> None:
     """Handles are those that the kernel still has: of a reply that it never got there is none. Whoever closed a file
     while nobody served was told EIO: what nobody has open any more is dropped, unless it was whole.
@@ -49,8 +55,10 @@ async def restore(
             parts.saved.listing(number, None)
     for id_, fd in taken.kept.items():
         os.close(fd)
-        parts.backing.drop(id_)
+        parts.area.backing.drop(id_)
     await _drop_unfinished(parts)
+    if worker is not None:
+        await _abort_unknown(worker, {file.staged.handle for file in files.values() if file.staged is not None})
     parts.saved.commit()
 
 
@@ -106,3 +114,13 @@ async def _drop_unfinished(parts: Parts) -> None:
             await parts.files.discard(file)
         except KvError as error:
             log.warning("a file that nobody has open any more stays until the session ends: %s", error.message)
+
+
+async def _abort_unknown(worker: AsyncLocalWorker, known: set[int]) -> None:
+    """Spare staging files, and those of calls that the former process did not get to the end of."""
+    try:
+        for handle in await worker.unfinished():
+            if handle not in known:
+                await worker.abort(handle)
+    except KvError as error:
+        log.warning("staging files of the former process stay until the session ends: %s", error.message)

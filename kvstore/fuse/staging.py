@@ -16,14 +16,16 @@ from collections.abc import Awaitable, Callable
 from typing import Final, TypeVar
 
 from kvstore.client.blocks import AsyncBlocks
-from kvstore.client.files import hash_fd, reopened
+from kvstore.client.files import reopened
 from kvstore.client.sockets import SealedBlock
 from kvstore.client.staging import Staging
 from kvstore.core.errors import KvError, NoSpace, NotFound, Stale, TooLarge, Unavailable
 from kvstore.core.hashing import BlockHasher
 from kvstore.core.limits import GIB, KIB, MIB
+from kvstore.filehash import hash_file
 from kvstore.fuse.backing import PLAIN, Backing
 from kvstore.fuse.localfile import Hashed, LocalFile
+from kvstore.fuse.spares import Spares
 from kvstore.fuse.threads import on_fd
 from kvstore.runtime import Runtime
 
@@ -56,6 +58,7 @@ class StagingArea:
     def __init__(self, blocks: AsyncBlocks, runtime: Runtime, max_block_bytes: int, backing: Backing = PLAIN) -> None:
         self._blocks, self._runtime, self.max_block_bytes, self.backing = blocks, runtime, max_block_bytes, backing
         self._reserving: set[asyncio.Task[None]] = set()
+        self.spares = Spares(blocks, runtime)
         self._threads_until_s = self._tight_until_s = 0.0
         self._usual_bytes = FIRST_RESERVATION_BYTES
         """What a file of this mount measured last: so much is reserved for the next one."""
@@ -246,7 +249,8 @@ class StagingArea:
 
     async def _restage(self, file: LocalFile, keep_bytes: int, size_bytes: int) -> None:
         if self.backing.passthrough and not size_bytes:
-            room, staged = 0, await self._blocks.stage(0)
+            spare = self.spares.take(self._usual_bytes)
+            staged, room = spare or (await self._blocks.stage(0), 0)
         else:
             room, staged = await self._reserve(0, max(keep_bytes, size_bytes), self._blocks.stage)
         try:
@@ -283,7 +287,7 @@ class StagingArea:
             if file.hasher is not None and file.hasher.length_bytes == size:
                 digest = file.hasher.digest()
             else:
-                digest = await on_fd(self._runtime, file.fd, hash_fd, size)
+                digest = await _hash_of(self._runtime, file.fd, size)
             file.hashed = Hashed(changes, size, mtime_ns, digest)
         return file.hashed
 
@@ -318,6 +322,14 @@ class StagingArea:
         except BaseException:
             await self._abort(copy)
             raise
+
+
+async def _hash_of(runtime: Runtime, fd: int, size_bytes: int) -> int:
+    """On a duplicate that lives as long as the threads do, whoever gives up waiting."""
+    own = os.dup(fd)
+    hashing = asyncio.ensure_future(hash_file(runtime, own, size_bytes))
+    hashing.add_done_callback(lambda _: os.close(own))
+    return await asyncio.shield(hashing)
 
 
 def write_all(fd: int, offset: int, data: bytes, hasher: BlockHasher | None) -> None:

@@ -59,7 +59,7 @@ class Crew:
         self._leaving: list[FsProcess] = []
         """They have no work any more, but have not ended yet."""
         self._upgrade: Upgrade | None = None
-        self._session = int.from_bytes(os.urandom(8), "little")
+        self._session = int.from_bytes(os.urandom(8), "little") or 1
         self.generation = -1
         self.outages = self.restarts = 0
         self.served = False

@@ -54,7 +54,7 @@ def _uses(pid: int, device: str) -> Iterator[str]:
     for link, name in _LINKS.items():
         with contextlib.suppress(OSError):
             target = os.readlink(f"{home}/{link}")
-            if any(target == path or target.startswith(path + "/") for path in paths):
+            if any(f"{target}/".startswith(f"{path.rstrip('/')}/") for path in paths):
                 yield f"{name} {target}"
     for fd in sorted(os.listdir(f"{home}/fdinfo"), key=int):
         with contextlib.suppress(OSError):

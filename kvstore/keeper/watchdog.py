@@ -38,7 +38,7 @@ class Watchdog:
         self._expire(self._limits.deadline_s if silent_s >= SILENT_S else self._limits.slow_deadline_s)
         if process.killed_s is not None:
             return now_s - process.killed_s < KILL_LIMIT_S
-        if silent_s >= self._limits.deadline_s:
+        if silent_s >= max(self._limits.deadline_s, SILENT_S):
             log.error("%s has given no sign of life for %g s: killed", process, silent_s)
             process.killed_s = now_s
             process.kill()

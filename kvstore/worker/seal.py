@@ -8,11 +8,11 @@ from typing import NamedTuple
 from kvstore.core.errors import InvalidRequest, TooLarge
 from kvstore.core.limits import LEASE_WAIT_S
 from kvstore.core.types import Address, BlockId
+from kvstore.filehash import hash_file
 from kvstore.worker import lease
 from kvstore.worker.background import Background
 from kvstore.worker.block import Block
 from kvstore.worker.disk import Disk, FileState, Stamp
-from kvstore.worker.filehash import hash_file
 from kvstore.worker.lease import Holders
 from kvstore.worker.staging import PRIVATE, Staged, Staging
 from kvstore.worker.store import Store
@@ -121,7 +121,7 @@ class Sealer:
 
     async def _hash(self, staged: Staged, fd: int, length_bytes: int) -> int:
         try:
-            return await hash_file(self._store.runtime, self._disk, fd, length_bytes)
+            return await hash_file(self._store.runtime, fd, length_bytes, self._disk.read_into)
         except OSError as error:
             raise self._store.explain(staged.volume, error, "reading a staging file") from None
 

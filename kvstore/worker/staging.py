@@ -58,6 +58,10 @@ class Staging:
     def __len__(self) -> int:
         return sum(map(len, self._by_session.values()))
 
+    def handles(self, session: int) -> list[int]:
+        """Of all files that this session has in staging."""
+        return list(self._by_session.get(session, ()))
+
     def find(self, session: int, handle: int) -> Staged:
         """Raises NotFound for what was sealed, aborted or expired; Stale while it is being sealed."""
         staged = self._by_session.get(session, {}).get(handle)

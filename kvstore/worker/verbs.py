@@ -71,6 +71,8 @@ class Verbs:
                 return self._touch(request)
             case sp.Stat():
                 return Answer(self._stat())
+            case sp.Unfinished():
+                return Answer(sp.Handles(self._staging.handles(session)))
             case _:
                 return None
 

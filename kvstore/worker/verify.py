@@ -7,12 +7,12 @@ import logging
 
 from kvstore.core.errors import Corrupt, NotFound
 from kvstore.core.types import BlockId
+from kvstore.filehash import hash_file
 from kvstore.pagecache import Residency
 from kvstore.runtime import Runtime
 from kvstore.worker.background import Background
 from kvstore.worker.block import Block
 from kvstore.worker.disk import Disk, NotAFile, Stamp
-from kvstore.worker.filehash import hash_file
 from kvstore.worker.store import Store
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Verifier:
             state = self._disk.fstat(fd)
             if state.size_bytes != address.length_bytes:
                 return None
-            digest = await hash_file(self._runtime, self._disk, fd, address.length_bytes)
+            digest = await hash_file(self._runtime, fd, address.length_bytes, self._disk.read_into)
             return state.stamp if digest == address.hash else None
         finally:
             self._disk.close(fd)

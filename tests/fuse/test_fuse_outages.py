@@ -192,7 +192,7 @@ def test_a_handler_that_raises_is_an_errno_not_a_hang(tmp_path: Path) -> None:
     environ = {"PYTHONPATH": f"{hooks}{os.pathsep}{Path(__file__).parents[2]}"}
     with (
         Cluster(tmp_path, workers=1) as cluster,
-        mounted(cluster, tmp_path / "m", cluster.workers[0], environ=environ) as mount,
+        mounted(cluster, tmp_path / "m", cluster.workers[0], "--passthrough", "off", environ=environ) as mount,
     ):
 
         def work() -> None:

@@ -26,6 +26,7 @@ from tests.support.crew import Crew, shift
 from tests.support.fsconnector import CHUNK_BYTES, Connector, Setting, with_connector
 from tests.support.modes import MODES, mode_options
 from tests.support.mounts import mounted
+from tests.support.puts import Put, get, put
 from tests.support.versions import Version, checked, content
 
 LONG: Final = bool(os.environ.get("KVSTORE_LONG"))
@@ -107,7 +108,7 @@ def chunk(key: int, writer: int, turn: int) -> bytes:
     return content(key, writer, turn, CHUNK_BYTES - GRAIN_BYTES * (writer * ROUNDS + turn))
 
 
-async def get(connector: Connector, key: int) -> bool:
+async def get_chunk(connector: Connector, key: int) -> bool:
     data = await connector.get(key)
     if data is not None:
         checked(data, key)
@@ -120,7 +121,7 @@ def put_all(directory: Path, setting: Setting, writer: int) -> Counts:
     async def use(connector: Connector) -> Counts:
         async def one(key: int, turn: int) -> bool:
             await connector.put(key, chunk(key, writer, turn))
-            return await get(connector, key)
+            return await get_chunk(connector, key)
 
         order, found = random.Random(writer), list[bool]()
         for turn in range(ROUNDS):
@@ -137,7 +138,7 @@ def get_all(directory: Path, setting: Setting, stop: Path) -> Counts:
     async def use(connector: Connector) -> Counts:
         found: list[bool] = []
         for _ in shift(stop):
-            found += await asyncio.gather(*(get(connector, key) for key in range(KEYS)))
+            found += await asyncio.gather(*(get_chunk(connector, key) for key in range(KEYS)))
         return Counts(found.count(True), found.count(False), connector.complaints)
 
     return with_connector(directory, setting, use)
@@ -175,42 +176,6 @@ INTERLEAVINGS: Final = [
 TRUNCATING: Final = list(itertools.product((os.O_TRUNC, 0), repeat=2))
 
 
-class Put:
-    """One put of key 0 as LMCache makes it, step by step: two writes of one half each."""
-
-    def __init__(self, directory: Path, writer: int, flags: int) -> None:
-        self.directory, self.flags, self.fd = directory, flags, -1
-        self.data = content(0, writer, 0, 9000 + 5000 * writer)
-
-    def steps(self) -> Iterator[str]:
-        """Does one step after the other; yields its name."""
-        self.fd = os.open(self.directory / "0.tmp", os.O_WRONLY | os.O_CREAT | self.flags, 0o644)
-        yield "open"
-        half = len(self.data) // 2
-        os.write(self.fd, self.data[:half])
-        yield "half"
-        os.write(self.fd, self.data[half:])
-        yield "written"
-        os.close(self.fd)
-        yield "closed"
-        os.rename(self.directory / "0.tmp", self.directory / "0.data")
-        yield "renamed"
-
-
-def read_version(directory: Path, key: int) -> Version | None:
-    """As LMCache reads: open, fstat, one read. None for a miss."""
-    try:
-        fd = os.open(directory / f"{key}.data", os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    try:
-        size = os.fstat(fd).st_size
-        data = os.pread(fd, size + 1, 0)
-    finally:
-        os.close(fd)
-    return checked(data, key)
-
-
 def interleave(directory: Path, flags: Sequence[int], orders: Sequence[tuple[int, ...]]) -> None:
     """After each rename the name shows a whole version, after both it has shown each once, and nothing is left."""
     for order in orders:
@@ -218,7 +183,7 @@ def interleave(directory: Path, flags: Sequence[int], orders: Sequence[tuple[int
         shown = []
         for writer in order:
             if next(puts[writer]) == "renamed":
-                version = read_version(directory, 0)
+                version = get(directory, 0)
                 assert version is not None, order
                 shown.append(version.writer)
         assert sorted(shown) == [0, 1], order
@@ -233,28 +198,11 @@ def test_every_order_of_two_writers_steps(places: list[Path], flags: tuple[int, 
     Child(interleave, places[0], flags, orders).join(60)
 
 
-def put_in_pieces(directory: Path, key: int, data: bytes, luck: random.Random) -> None:
-    """One that fails takes its temporary file away, like LMCache's."""
-    temporary = directory / f"{key}.tmp"
-    try:
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | luck.choice((0, os.O_TRUNC)), 0o644)
-        try:
-            cuts = sorted(luck.sample(range(1, len(data)), luck.randrange(5)))
-            for start, end in itertools.pairwise([0, *cuts, len(data)]):
-                os.write(fd, data[start:end])
-        finally:
-            os.close(fd)
-        os.rename(temporary, directory / f"{key}.data")
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def write_in_threads(directory: Path, process: int, threads: int, turns: int) -> None:
     def write(writer: int) -> None:
         luck = random.Random(writer)
         for turn, key in itertools.product(range(turns), range(KEYS)):
-            put_in_pieces(directory, key, content(key, writer, turn, luck.randrange(200_000, 800_000)), luck)
+            put(directory, key, content(key, writer, turn, luck.randrange(200_000, 800_000)), luck)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(write, range(process * threads, (process + 1) * threads)))
@@ -264,7 +212,7 @@ def read_all(directory: Path, stop: Path) -> int:
     """Reads every key again and again; how many versions were seen, all of them whole."""
     seen: set[Version | None] = set()
     for _ in shift(stop):
-        seen |= {read_version(directory, key) for key in range(KEYS)}
+        seen |= {get(directory, key) for key in range(KEYS)}
     return len(seen - {None})
 
 
@@ -294,12 +242,12 @@ def put_until(directory: Path, flags: int, point: str) -> None:
 def test_a_writer_dies_and_tries_again(places: list[Path], point: str, flags: int) -> None:
     with pytest.raises(AssertionError, match="died without a word"):
         in_child(put_until, places[0], flags, point)
-    before = in_child(read_version, places[0], 0)
+    before = in_child(get, places[0], 0)
     assert (before is not None) == (point == "renamed")
     retry = Put(places[0], 2, flags)
     assert in_child(lambda: list(retry.steps())[-1]) == "renamed"
     for place in places:
-        version = in_child(read_version, place, 0)
+        version = in_child(get, place, 0)
         assert version is not None
         assert version.writer == 2
 
@@ -319,7 +267,7 @@ def die_beside_another(directory: Path, flags: int) -> Version | None:
     os.kill(first, signal.SIGKILL)
     os.waitpid(first, 0)
     assert list(second)[-1] == "renamed"
-    return read_version(directory, 0)
+    return get(directory, 0)
 
 
 @pytest.mark.parametrize("flags", [os.O_TRUNC, 0], ids=["truncating", "keeping"])
@@ -338,7 +286,7 @@ def die_at_random(directory: Path, writer: int, times: int) -> int:
         child = os.fork()
         if child == 0:
             while True:
-                put_in_pieces(directory, 0, content(0, writer, turn, luck.randrange(100_000, 400_000)), luck)
+                put(directory, 0, content(0, writer, turn, luck.randrange(100_000, 400_000)), luck)
                 os.write(say, b"x")
                 turn += 1
         os.close(say)
@@ -363,7 +311,7 @@ def test_writers_that_die_all_the_time(places: list[Path], tmp_path: Path) -> No
         crew.call_off()
         assert min(crew.together(readers)) > 1
     for place in places:
-        assert in_child(read_version, place, 0) is not None
+        assert in_child(get, place, 0) is not None
 
 
 # ---- the master stops ----
@@ -387,11 +335,11 @@ def put_until_it_works(directory: Path, key: int, stop: Path) -> Answers:
     luck, errors, longest_s = random.Random(key), set[str](), 0.0
     for turn in shift(stop):
         start_s = time.monotonic()
-        error = error_of(put_in_pieces, directory, key, content(key, 0, turn, 100_000), luck)
+        error = error_of(put, directory, key, content(key, 0, turn, 100_000), luck)
         longest_s = max(longest_s, time.monotonic() - start_s)
         errors.add(error)
         time.sleep(0.0 if error == "ok" else PAUSE_S)
-    wait_until(lambda: error_of(put_in_pieces, directory, key, content(key, 1, 0, 100_000), luck) == "ok", "puts work")
+    wait_until(lambda: error_of(put, directory, key, content(key, 1, 0, 100_000), luck) == "ok", "puts work")
     return Answers(errors, longest_s)
 
 
@@ -436,6 +384,6 @@ def check_all_there(directory: Path) -> None:
     """Nothing else, and no temporary name: each writer's last put was whole."""
     assert os.listdir(directory) == sorted(f"{key}.data" for key in range(IN_FLIGHT))
     for key in range(IN_FLIGHT):
-        version = read_version(directory, key)
+        version = get(directory, key)
         assert version is not None
         assert version.writer == 1

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from hypothesis import note
-from hypothesis.stateful import RuleBasedStateMachine
+from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from tests.support import fsops
 from tests.support.actor import Actor
@@ -18,6 +18,11 @@ from tests.support.modes import Pair
 from tests.support.promise import Opened, Promise, is_temporary
 
 ACTORS: Final = 3
+FILES: Final = ("a", "b", "d/a", "d/b", "e/a", "x.tmp", "y.tmp", "d/x.tmp", "d/y.tmp", ".tmp/a")
+DIRECTORIES: Final = ("d", "e", "d/e", ".tmp", "e.tmp")
+ODD: Final = ("none/a", "a/b", "b/x.tmp", ".")
+START: Final = ("a", "d/a", "d/b", "x.tmp", ".tmp/a")
+"""Files that are there when an example begins."""
 
 
 @dataclass(eq=False)
@@ -29,6 +34,20 @@ class Handle:
     side: str
     access: int
     opened: Opened
+
+
+@dataclass(eq=False)
+class Scan:
+    """A listing in progress. `fd`: the directory on the plain side; `stayed`: names that were there all the time;
+    `came`: that were there at some time.
+    """
+
+    number: int
+    actor: int
+    fd: int
+    stayed: set[str]
+    came: set[str]
+    seen: list[str] = field(default_factory=list)
 
 
 class World:
@@ -64,15 +83,15 @@ class SideBySide(RuleBasedStateMachine):
         """Something differed: the example is over."""
         self.actors = self.world.living_actors()
         self.handles: list[Handle] = []
+        self.scans: list[Scan] = []
         self.numbers, self.seeds = itertools.count(1), itertools.count(1)
         pair, name = self.world.pair, f"example-{next(self.world.examples)}"
         self.promise = Promise(self.world.plain / name, self.differs)
-        self._ask(0, ("mount", call(fsops.enter, pair.a.path)), ("mount", call(fsops.make_directory, name)))
+        self.ask(0, ("mount", call(fsops.enter, pair.a.path)), ("mount", call(fsops.make_directory, name)))
         roots = {"mount": pair.a / name, "other": pair.b / name, "plain": self.promise.tree}
         for actor in range(ACTORS):
-            self._ask(actor, *((side, call(fsops.enter, root)) for side, root in roots.items()))
-        for directory in ("d", ".tmp"):
-            self.step(0, call(fsops.make_directory, directory))
+            self.ask(actor, *((side, call(fsops.enter, root)) for side, root in roots.items()))
+        self._begin()
 
     @property
     def here(self) -> list[Handle]:
@@ -90,10 +109,12 @@ class SideBySide(RuleBasedStateMachine):
     def step(self, actor: int, wanted: Call, promised: Call | Failed | None = None, side: str = "mount") -> Any:
         """Carry it out on the mount, and what is promised on the plain side; their answer, which is the same."""
         promised = wanted if promised is None else promised
+        answer: Any
+        expected: Any
         if isinstance(promised, Failed):
-            answer, expected = self._ask(actor, (side, wanted))[0], promised
+            answer, expected = self.ask(actor, (side, wanted))[0], promised
         else:
-            answer, expected = self._ask(actor, (side, wanted), ("plain", promised))
+            answer, expected = self.ask(actor, (side, wanted), ("plain", promised))
         note(f"{actor} {side} {wanted}: {short(answer)}" + (f"  [{promised}]" if promised is not wanted else ""))
         if side == "other" and wanted.function is fsops.stat_open:
             answer, expected = self._content_only(answer), self._content_only(expected)
@@ -101,8 +122,8 @@ class SideBySide(RuleBasedStateMachine):
         assert answer == expected, f"{wanted} on {side}: {short(answer)}, should be {short(expected)}"
         return answer
 
-    def ask_one(self, actor: int, side: str, wanted: Call) -> Any:
-        return self._ask(actor, (side, wanted))[0]
+    def ask(self, actor: int, *requests: tuple[str, Call]) -> list[Any]:
+        return self.actors[actor].ask(*requests)
 
     def elsewhere(self, path: str, wanted: Call) -> Call | Failed:
         """What the other mount answers: it has no temporary names of this one."""
@@ -111,31 +132,72 @@ class SideBySide(RuleBasedStateMachine):
             return Failed("ENOENT")
         return wanted
 
+    def path(self, pick: int) -> str:
+        """Half of them lead to a file that is there."""
+        there = [str(p.relative_to(self.promise.tree)) for p in self.promise.tree.rglob("*") if p.is_file()]
+        pool = sorted(there) * 3 + [*FILES, *DIRECTORIES, *ODD]
+        return pool[pick % len(pool)]
+
     def data(self, size: int) -> Bytes:
         """Unlike any other."""
         return Bytes(next(self.seeds), size)
 
-    def path(self, place: int | str) -> str:
-        """A path as it is, or one of the files that are there."""
-        if isinstance(place, str):
-            return place
-        there = [str(p.relative_to(self.promise.tree)) for p in sorted(self.promise.tree.rglob("*")) if p.is_file()]
-        return there[place % len(there)] if there else "a"
-
-    def keep(self, handle: Handle, path: str) -> None:
-        """It is open: one of a directory is closed again, as only a file can do something with it."""
-        if (self.promise.tree / path).is_dir():
-            self.step(handle.actor, call(fsops.close, handle.number), side=handle.side)
-        else:
-            self.handles.append(handle)
-
     def size_of(self, handle: Handle) -> int:
-        attributes = self.ask_one(handle.actor, "plain", call(fsops.stat_open, handle.number))
+        (attributes,) = self.ask(handle.actor, ("plain", call(fsops.stat_open, handle.number)))
         assert isinstance(attributes, Attributes)
         return attributes.size or 0
 
-    def _ask(self, actor: int, *requests: tuple[str, Call]) -> list[Any]:
-        return self.actors[actor].ask(*requests)
+    def open(self, actor: int, path: str, flags: int, mode: int) -> Handle | None:
+        number = next(self.numbers)
+        promised, opened = self.promise.open(number, path, flags, mode)
+        answer = self.step(actor, call(fsops.open_file, number, path, flags, mode), promised)
+        self.promise.opened(opened, failed=isinstance(answer, Failed))
+        return self.keep(answer, path, Handle(number, actor, "mount", flags & os.O_ACCMODE, opened))
+
+    def keep(self, answer: Any, path: str, handle: Handle) -> Handle | None:
+        """It was opened, unless `answer` says why not. A directory is closed again: there is nothing to do with it."""
+        if isinstance(answer, Failed):
+            return None
+        self.handles.append(handle)
+        if (self.promise.tree / path).is_dir():
+            self.close(handle)
+            return None
+        return handle
+
+    def close(self, handle: Handle) -> None:
+        self.handles.remove(handle)
+        self.step(handle.actor, call(fsops.close, handle.number), side=handle.side)
+        self.promise.closed(handle.opened)
+
+    @invariant()
+    def follow_scans(self) -> None:
+        for scan in self.scans:
+            there = set(os.listdir(scan.fd))
+            scan.stayed &= there
+            scan.came |= there
+
+    def teardown(self) -> None:
+        """All closed, the whole tree is the same."""
+        for scan in self.scans:
+            os.close(scan.fd)
+        if self.broken:
+            return
+        while self.handles:
+            self.close(self.handles[0])
+        for path in sorted(p for p in self.promise.tree.rglob("*") if p.is_file()):
+            name = str(path.relative_to(self.promise.tree))
+            wanted = call(fsops.read_file, name)
+            self.step(0, wanted)
+            self.step(0, wanted, self.elsewhere(name, wanted), "other")
+
+    def _begin(self) -> None:
+        for directory in ("d", ".tmp"):
+            self.step(0, call(fsops.make_directory, directory))
+        for path in START:
+            handle = self.open(0, path, os.O_CREAT | os.O_WRONLY, 0o644)
+            assert handle is not None
+            self.step(0, call(fsops.write, handle.number, self.data(5000)))
+            self.close(handle)
 
     def _content_only(self, answer: Attributes) -> tuple[str, int | None]:
         self.differs("attributes of another mount's version")

@@ -1,9 +1,7 @@
-"""The ways in which a mount serves bytes. What a mount promises holds in each of them, so every such test runs in each."""
+"""The ways in which a mount serves bytes. What it promises holds in each of them, so every such test runs in each."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,24 +10,12 @@ from typing import Final, NamedTuple
 from tests.support.cluster import Cluster
 from tests.support.mounts import Mount, mounted
 
-_OPTION: Final = "--passthrough"
-
-
-def _has_option() -> bool:
-    help_text = subprocess.run(
-        [sys.executable, "-m", "kvstore.cli.main", "mount", "--help"],
-        capture_output=True, text=True, check=True, timeout=30, env={"COLUMNS": "200", "NO_COLOR": "1"},
-    ).stdout  # fmt: skip
-    return _OPTION in help_text
-
-
-HAS_OPTION: Final = _has_option()  # to be removed with the option's arrival
-MODES: Final = ("plain", "passthrough") if HAS_OPTION else ("plain",)
+MODES: Final = ("plain", "passthrough")
 
 
 def mode_options(mode: str) -> tuple[str, ...]:
     """What `kvstore mount` is told."""
-    return (_OPTION, "on" if mode == "passthrough" else "off") if HAS_OPTION else ()
+    return ("--passthrough", "on" if mode == "passthrough" else "off")
 
 
 class Pair(NamedTuple):

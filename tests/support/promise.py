@@ -221,8 +221,8 @@ class Promise:
                 self._lose(copy)
         for copy in list(self.copies):
             if copy.name == source and not copy.is_hidden:
-                copy.name = target
-                self._adopt(copy)
+                # Who reads what was published just now keeps it, like everybody else.
+                copy.name = None if copy.temporary and not is_temporary(target) else target
             elif copy.name is not None and copy.name.startswith(f"{source}/"):
                 copy.name = target + copy.name[len(source) :]
         self.rewritten = {
@@ -233,14 +233,6 @@ class Promise:
         self.rewritten.discard(path)
         for copy in [c for c in self.copies if c.name == path and not c.is_hidden]:
             self._lose(copy)
-
-    def _adopt(self, copy: Copy) -> None:
-        """A temporary version that is open was published: for those who have it open it is the writers' file now."""
-        if not copy.temporary or copy.name is None or is_temporary(copy.name):
-            return
-        copy.parked, copy.temporary = self._new_path(), False
-        os.replace(self.tree / copy.name, copy.parked)
-        shutil.copy2(copy.parked, self.tree / copy.name)
 
     def _lose(self, copy: Copy) -> None:
         """Its name. Its bytes stay with those who have it open."""

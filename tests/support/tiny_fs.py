@@ -4,7 +4,7 @@
 
 It shows the regular files of DIRECTORY (flat); an inode's number is that of the file behind it, so a successor finds
 everything again. Files are served by passthrough, those called ``direct…`` by READ and WRITE. A look-up of ``sleep-S``
-takes S seconds, one of ``die`` ends the process.
+takes S seconds, one of ``die`` ends the process, one of ``notify-S`` sends a notification about its directory first.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import socket
 import stat
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -27,7 +28,7 @@ from kvstore.keeper.channel import PASSTHROUGH_BIT, Inheritance, Kind, Table
 from kvstore.keeper.wire import Op
 
 ROOT: Final = 1
-BEAT_S: Final = 0.5
+BEAT_S: Final = 0.2
 BUFFER: Final = (1 << 20) + (64 << 10)
 _ATTR: Final = struct.Struct("<6Q10I")
 _ENTRY: Final = struct.Struct("<4Q2I")
@@ -36,6 +37,8 @@ _READ: Final = struct.Struct("<QQI")
 _SETATTR: Final = struct.Struct("<IIQQ")
 _STATFS: Final = struct.Struct("<5Q4I24x")
 _DIRENT: Final = struct.Struct("<QQII")
+_INVALIDATE: Final = struct.Struct("<QII")
+_NOTIFY_INVAL_ENTRY: Final = 3
 _SIZE_VALID: Final = 1 << 3
 
 
@@ -87,12 +90,10 @@ class TinyFs:
 
     def run(self) -> None:
         channel.send(self.control, Kind.READY)
-        last_beat = 0.0
+        if not self.mute:
+            threading.Thread(target=self.beat, daemon=True).start()
         while not self.over:
-            if not self.mute and time.monotonic() - last_beat >= BEAT_S:
-                channel.send(self.control, Kind.BEAT)
-                last_beat = time.monotonic()
-            ready, _, _ = select.select([self.control, self.fuse], [], [], BEAT_S)
+            ready, _, _ = select.select([self.control, self.fuse], [], [])
             if self.control in ready:
                 self.hear(channel.receive(self.control))
             elif self.fuse in ready:
@@ -100,6 +101,12 @@ class TinyFs:
                 if not data:
                     return
                 self.serve(data)
+
+    def beat(self) -> None:
+        """On a thread: a slow request is no sign of death."""
+        while True:
+            channel.send(self.control, Kind.BEAT)
+            time.sleep(BEAT_S)
 
     def hear(self, message: channel.Message) -> None:
         if message.kind == Kind.KEPT:
@@ -161,8 +168,11 @@ class TinyFs:
     def lookup(self, request: Request) -> bytes:
         if request.name == "die":
             os._exit(9)
-        if request.name.startswith("sleep-"):
-            time.sleep(float(request.name[6:]))
+        if request.name.startswith("notify-"):
+            body = _INVALIDATE.pack(ROOT, 1, 0) + b"x\0"
+            self.fuse.send(wire.OUT_HEAD.pack(wire.OUT_HEAD.size + len(body), _NOTIFY_INVAL_ENTRY, 0) + body)
+        if request.name.startswith(("sleep-", "notify-")):
+            time.sleep(float(request.name.partition("-")[2]))
             raise OSError(errno.ENOENT, "")
         return _entry(os.stat(self.path(request.name)))
 

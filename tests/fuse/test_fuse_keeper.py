@@ -1,0 +1,483 @@
+"""The keeper on the real device, with a file system process that is as small as can be (`tests.support.tiny_fs`)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import hashlib
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from kvstore.keeper import admin, mountinfo, probe
+from tests.fuse.calls import error_of
+from tests.support.child import Child, in_child
+from tests.support.cluster import wait_until
+
+WAIT_S: Final = 20.0
+SIZE: Final = 3 << 20
+_PR_SET_PDEATHSIG: Final = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Mounted:
+    """A keeper's process; `shown` is the directory that the mount shows."""
+
+    def __init__(self, root: Path) -> None:
+        self.path, self.shown, self.log = root / "mnt", root / "shown", root / "log"
+        self.path.mkdir()
+        self.shown.mkdir()
+        self.digest = ""
+        for name in ("file", "direct"):
+            data = os.urandom(SIZE)
+            (self.shown / name).write_bytes(data)
+            self.digest = self.digest or hashlib.sha256(data).hexdigest()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *options: str, fs: tuple[str, ...] = ()) -> None:
+        """Returns when it is ready."""
+        address = f"\0kvstore-test-{os.getpid()}-{os.urandom(4).hex()}"
+        command = [sys.executable, "-m", "kvstore.keeper", *options, str(self.path), "--"]
+        command += [sys.executable, "-m", "tests.support.tiny_fs", str(self.shown), *fs]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, self.log.open("wb") as log:
+            sock.bind(address)
+            sock.settimeout(WAIT_S)
+            self.process = subprocess.Popen(
+                command,
+                env={**os.environ, "NOTIFY_SOCKET": "@" + address[1:]},
+                stdout=log,
+                stderr=log,
+                preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509
+            )
+            assert b"READY=1" in sock.recv(4096)
+
+    def status(self) -> dict[str, Any]:
+        return admin.status(str(self.path))
+
+    def kill_fs(self) -> int:
+        """kill -9 of the file system process; its pid."""
+        wait_until(lambda: self.status()["state"] == "serving", "somebody serves")
+        pid = int(self.status()["fs_pid"])
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def wait(self) -> int:
+        assert self.process is not None
+        return self.process.wait(WAIT_S)
+
+    def is_mounted(self) -> bool:
+        return mountinfo.find(str(self.path)) is not None
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait(WAIT_S)
+        while self.is_mounted():
+            subprocess.run(["umount", "-l", str(self.path)], check=True, timeout=10)
+
+
+@contextmanager
+def mounting(root: Path) -> Iterator[Mounted]:
+    made = Mounted(root)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Mounted]:
+    with mounting(tmp_path) as made:
+        made.start("--deadline", "8", "--busy-wait", "1")
+        yield made
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# Service.
+
+
+def test_reads_and_writes_pass_through(mounted: Mounted) -> None:
+    """The file system process sees opens and closes, not a single READ or WRITE."""
+
+    def use() -> tuple[str, int, int]:
+        with open(mounted.path / "file", "r+b", buffering=0) as file:
+            before = mounted.status()
+            assert (before["backing_ids"], before["opens"]) == (1, 1)
+            content = hashlib.sha256(file.read(SIZE)).hexdigest()
+            os.pwrite(file.fileno(), b"through", 1000)
+            with mmap.mmap(file.fileno(), SIZE) as mapped:
+                mapped[2000:2004] = b"map!"
+                mapped.flush()
+            return content, before["requests"], mounted.status()["requests"]
+
+    content, before, after = in_child(use)
+    assert content == mounted.digest
+    assert after - before <= 8, "getattr and fsync, no READ or WRITE"
+    data = (mounted.shown / "file").read_bytes()
+    assert (data[1000:1007], data[2000:2004]) == (b"through", b"map!")
+    assert in_child(digest, mounted.path / "direct") == digest(mounted.shown / "direct")
+
+
+def test_files_made_by_passthrough(mounted: Mounted) -> None:
+    def make() -> bytes:
+        temporary, final = mounted.path / "new.tmp", mounted.path / "new"
+        temporary.write_bytes(b"x" * SIZE)
+        os.replace(temporary, final)
+        return final.read_bytes()
+
+    assert in_child(make) == b"x" * SIZE
+    assert in_child(os.listdir, mounted.path) == ["direct", "file", "new"]
+    in_child(os.unlink, mounted.path / "new")
+    assert not (mounted.shown / "new").exists()
+
+
+def test_a_notification_does_not_wait_for_the_look_up_that_it_blocks(mounted: Mounted) -> None:
+    """The kernel holds the directory's lock for the look-up; the notification needs that lock."""
+    assert in_child(error_of, os.stat, mounted.path / "notify-0.5") == "ENOENT"
+    assert mounted.status()["pending"] == 0
+
+
+def test_look_ups_in_one_directory_are_not_queued_in_the_kernel(mounted: Mounted) -> None:
+    slow = [Child(error_of, os.stat, mounted.path / f"sleep-0.{i}") for i in (6, 5, 4)]
+    wait_until(lambda: mounted.status()["pending"] == len(slow), "all are under way")
+    assert {child.join() for child in slow} == {"ENOENT"}
+
+
+def test_only_the_owner_sees_the_mount_unless_others_are_let_in(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(0o755)
+
+    def as_nobody(path: Path) -> str:
+        os.setgid(65534)
+        os.setuid(65534)
+        return error_of(os.stat, path)
+
+    for name, options, expected in (("a", (), "EACCES"), ("b", ("--allow-other",), None)):
+        root = tmp_path / name
+        root.mkdir()
+        with mounting(root) as made:
+            made.start(*options)
+            assert in_child(as_nobody, made.path / "file") == expected
+
+
+def test_two_thousand_opens_leave_nothing(mounted: Mounted) -> None:
+    def cycle(count: int) -> None:
+        for _ in range(count):
+            os.close(os.open(mounted.path / "file", os.O_RDONLY))
+            os.close(os.open(mounted.path / "direct", os.O_RDONLY))
+
+    def footprint() -> tuple[int, int, tuple[Any, ...]]:
+        status = mounted.status()
+        wait_until(lambda: mounted.status()["pending"] == 0 and mounted.status()["opens"] == 0, "all is closed")
+        home = Path(f"/proc/{status['pid']}")
+        resident = next(line for line in (home / "status").read_text().splitlines() if line.startswith("VmRSS"))
+        names = ("backing_ids", "offers", "kept", "answered_eio", "late_replies")
+        return len(os.listdir(home / "fd")), int(resident.split()[1]), tuple(status[n] for n in names)
+
+    in_child(cycle, 200)
+    before = footprint()
+    in_child(cycle, 1000)
+    after = footprint()
+    assert after[0] == before[0], "open fds"
+    assert after[1] <= before[1] + 256, "resident KiB"
+    assert after[2] == before[2] == (0, 0, 0, 0, 0)
+
+
+# Hand-over.
+
+
+def read_until(stop: Path, path: Path, expected: str) -> int:
+    """Open, read, verify, close, again and again; how often."""
+    count = 0
+    while not stop.exists():
+        assert digest(path) == expected
+        count += 1
+    return count
+
+
+def write_until(stop: Path, directory: Path, name: str) -> int:
+    """Make, write, rename, read back; how often."""
+    count = 0
+    while not stop.exists():
+        data = f"{name} {count}".encode() * 1000
+        (directory / f"{name}.tmp").write_bytes(data)
+        os.replace(directory / f"{name}.tmp", directory / name)
+        assert (directory / name).read_bytes() == data
+        count += 1
+    return count
+
+
+def read_open_file_until(stop: Path, path: Path, expected: str) -> float:
+    """One open file, read all the time; the longest that one read took, in seconds."""
+    longest = 0.0
+    with open(path, "rb", buffering=0) as file:
+        while not stop.exists():
+            begin = time.monotonic()
+            data = os.pread(file.fileno(), SIZE, 0)
+            longest = max(longest, time.monotonic() - begin)
+            assert hashlib.sha256(data).hexdigest() == expected
+    return longest
+
+
+@contextmanager
+def under_load(mounted: Mounted, tmp_path: Path) -> Iterator[None]:
+    """Readers and a writer, none of which may see an error."""
+    stop = tmp_path / "stop"
+    busy = [
+        Child(read_until, stop, mounted.path / "file", mounted.digest),
+        Child(read_until, stop, mounted.path / "file", mounted.digest),
+        Child(write_until, stop, mounted.path, "w"),
+    ]
+    try:
+        yield
+    finally:
+        stop.touch()
+        counts = [child.join(30.0) for child in busy]
+    assert min(counts) > 5, counts
+    status = mounted.status()
+    assert (status["answered_eio"], status["late_replies"]) == (0, 0)
+
+
+def test_killed_under_load(mounted: Mounted, tmp_path: Path) -> None:
+    with under_load(mounted, tmp_path):
+        for _ in range(6):
+            time.sleep(0.3)
+            mounted.kill_fs()
+        wait_until(lambda: mounted.status()["state"] == "serving", "somebody serves")
+        time.sleep(0.5)
+    status = mounted.status()
+    assert (status["outages"], status["generation"]) == (6, 6)
+    wait_until(lambda: mounted.status()["backing_ids"] == 0, "all is closed")
+
+
+def test_upgraded_under_load(mounted: Mounted, tmp_path: Path) -> None:
+    with under_load(mounted, tmp_path):
+        for _ in range(4):
+            time.sleep(0.3)
+            before = mounted.status()["fs_pid"]
+            done = admin.upgrade(str(mounted.path), sys.executable)
+            assert (done.old_pid, done.new_pid) == (before, mounted.status()["fs_pid"])
+            assert done.pause_s < 2.0
+    status = mounted.status()
+    assert (status["outages"], status["generation"]) == (0, 4)
+
+
+def test_an_open_file_is_read_on_while_nobody_serves(tmp_path: Path) -> None:
+    with mounting(tmp_path) as made:
+        made.start("--deadline", "30", fs=("--start-delay", "1.5"))
+        stop = tmp_path / "stop"
+        reader = Child(read_open_file_until, stop, made.path / "file", made.digest)
+        wait_until(lambda: made.status()["backing_ids"] == 1, "the file is open")
+        made.kill_fs()
+        wait_until(lambda: made.status()["state"] == "outage", "nobody serves")
+        asked = time.monotonic()
+        assert in_child(digest, made.path / "direct") == digest(made.shown / "direct")
+        assert time.monotonic() - asked > 1.0, "it waited for the successor"
+        stop.touch()
+        assert reader.join() < 1.0
+
+
+def test_a_stopped_process_is_answered_for(tmp_path: Path) -> None:
+    with mounting(tmp_path) as made:
+        made.start("--deadline", "3", "--slow-deadline", "60")
+        pid = int(made.status()["fs_pid"])
+        os.kill(pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        assert in_child(error_of, os.stat, made.path / "file") == "EIO"
+        assert 2.0 < time.monotonic() - begin < 8.0
+        wait_until(lambda: made.status()["fs_pid"] not in (0, pid), "it was replaced")
+        assert in_child(digest, made.path / "file") == made.digest
+
+
+def test_a_client_killed_in_an_outage_leaves_nothing(tmp_path: Path) -> None:
+    with mounting(tmp_path) as made:
+        made.start("--deadline", "30", fs=("--start-delay", "1"))
+        waiting = [Child(digest, made.path / "sleep-3"), Child(digest, made.path / "file")]
+        wait_until(lambda: made.status()["pending"] >= 1, "it waits")
+        made.kill_fs()
+        for child in waiting:
+            child.kill()
+        assert in_child(digest, made.path / "file") == made.digest
+        wait_until(lambda: made.status()["pending"] == made.status()["opens"] == 0, "nothing is left", 10.0)
+
+
+# The end.
+
+
+def test_unmounting_ends_the_keeper(mounted: Mounted) -> None:
+    subprocess.run(["umount", str(mounted.path)], check=True, timeout=10)
+    assert mounted.wait() == 0
+    assert_gone(mounted)
+
+
+def assert_gone(mounted: Mounted) -> None:
+    assert not mounted.is_mounted()
+    with pytest.raises(admin.NoKeeper):
+        mounted.status()
+    assert not [p for p in Path("/proc").glob("[0-9]*/cmdline") if str(mounted.shown).encode() in _bytes_of(p)]
+
+
+def _bytes_of(path: Path) -> bytes:
+    with contextlib.suppress(OSError):
+        return path.read_bytes()
+    return b""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_unmounts(mounted: Mounted, number: signal.Signals) -> None:
+    assert mounted.process is not None
+    mounted.process.send_signal(number)
+    assert mounted.wait() == 0
+    assert_gone(mounted)
+
+
+def test_a_busy_mount_is_detached_and_its_holder_named(mounted: Mounted) -> None:
+    assert mounted.process is not None
+    script = f"f = open({str(mounted.path / 'file')!r}, 'rb'); print(flush=True); input()"
+    script += "; assert len(f.read()) == 3 << 20; print('read')"
+    user = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert user.stdout is not None
+        user.stdout.readline()
+        mounted.process.terminate()
+        assert mounted.wait() == 0
+        assert_gone(mounted)
+        assert f"[{user.pid}]: fd 3 ({mounted.path}/file)" in mounted.log.read_text()
+        assert "is busy" in mounted.log.read_text()
+        output, _ = user.communicate(b"\n", timeout=WAIT_S)
+        assert output == b"read\n", "what passes through goes on for whoever has it open"
+    finally:
+        user.kill()
+        user.communicate()
+
+
+def test_a_killed_keeper_leaves_a_mount_that_can_be_cleaned(mounted: Mounted) -> None:
+    fs_pid = mounted.status()["fs_pid"]
+    assert mounted.process is not None
+    mounted.process.kill()
+    mounted.wait()
+    assert in_child(error_of, os.stat, mounted.path / "file") == "ENOTCONN"
+    wait_until(lambda: not Path(f"/proc/{fs_pid}").exists(), "the file system process ended too")
+    with pytest.raises(admin.NoKeeper, match="dead"):
+        mounted.status()
+    subprocess.run(["umount", "-l", str(mounted.path)], check=True, timeout=10)
+    assert_gone(mounted)
+    mounted.start()
+    assert in_child(digest, mounted.path / "file") == mounted.digest
+
+
+def test_an_aborted_connection_leaves_no_dead_mount(mounted: Mounted) -> None:
+    there = mountinfo.find(str(mounted.path))
+    assert there is not None
+    control = Path(f"/sys/fs/fuse/connections/{there.minor}/abort")
+    if not control.exists():
+        subprocess.run(["mount", "-t", "fusectl", "none", "/sys/fs/fuse/connections"], check=True, timeout=10)
+    control.write_text("1")
+    assert mounted.wait() == 0
+    assert_gone(mounted)
+
+
+def test_unmounted_while_nobody_serves(tmp_path: Path) -> None:
+    with mounting(tmp_path) as made:
+        made.start("--deadline", "30", fs=("--start-delay", "1"))
+        made.kill_fs()
+        wait_until(lambda: made.status()["state"] == "outage", "nobody serves")
+        begin = time.monotonic()
+        assert _libc.umount2(os.fsencode(made.path), 0) == 0
+        assert made.wait() == 0
+        assert time.monotonic() - begin < 5.0
+        assert_gone(made)
+
+
+def test_where_nothing_can_be_mounted(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvstore.keeper", str(tmp_path / "missing"), "--"]
+    command += [sys.executable, "-m", "tests.support.tiny_fs", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, timeout=WAIT_S, text=True, check=False)
+    assert done.returncode == 1
+    assert "cannot mount" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# Whether it works here.
+
+
+def mounts() -> list[mountinfo.MountPoint]:
+    return [m for m in mountinfo.of_process() if m.fs_type == mountinfo.FS_TYPE and "probe" in m.path]
+
+
+def leftovers() -> list[str]:
+    return [name for name in os.listdir("/tmp") if name.startswith("kvstore-probe")]
+
+
+def test_the_probe_says_yes_and_leaves_nothing(tmp_path: Path) -> None:
+    fds = len(os.listdir("/proc/self/fd"))
+    with open(tmp_path / "f", "w+b") as file:
+        begin = time.monotonic()
+        assert probe.why_not([("a volume", file.fileno())]) is None
+        assert time.monotonic() - begin < 1.0
+    assert len(os.listdir("/proc/self/fd")) == fds
+    assert (mounts(), leftovers()) == ([], [])
+
+
+def test_the_probe_names_what_cannot_back(tmp_path: Path) -> None:
+    for name in ("lower", "upper", "work", "merged"):
+        (tmp_path / name).mkdir()
+    layers = f"lowerdir={tmp_path}/lower,upperdir={tmp_path}/upper,workdir={tmp_path}/work"
+    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", layers, tmp_path / "merged"], check=True, timeout=10)
+    try:
+        with open(tmp_path / "merged" / "f", "w+b") as file, open(os.devnull) as null:
+            why = probe.why_not([("volume one", file.fileno())])
+            assert why is not None
+            assert why.startswith("overlayfs cannot back (ELOOP): volume one")
+            assert "Invalid argument" in (probe.why_not([("no file", null.fileno())]) or "")
+    finally:
+        subprocess.run(["umount", tmp_path / "merged"], check=True, timeout=10)
+    assert (mounts(), leftovers()) == ([], [])
+
+
+def without(*capabilities: int) -> Callable[[], str | None]:
+    """Ask the probe without some of root's rights."""
+
+    def ask() -> str | None:
+        header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+        assert _libc.capget(header, data) == 0
+        for number in capabilities:
+            data[3 * (number // 32)] &= ~(1 << number % 32)
+        assert _libc.capset(header, data) == 0
+        return probe.why_not()
+
+    return ask
+
+
+def test_the_probe_without_rights() -> None:
+    net_admin, sys_admin = 12, 21
+    assert "CAP_NET_ADMIN" in (in_child(without(net_admin)) or "")
+    assert "CAP_SYS_ADMIN" in (in_child(without(sys_admin)) or "")
+    assert (mounts(), leftovers()) == ([], [])
+
+
+def test_the_probe_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.keeper.device.DEVICE", "/dev/nowhere")
+    assert "No such file" in (probe.why_not() or "")
+    assert leftovers() == []
+
+
+def test_the_probe_on_an_old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe.wire, "offers_passthrough", lambda request: False)
+    assert "has no FUSE passthrough" in (probe.why_not() or "")
+    assert (mounts(), leftovers()) == ([], [])

@@ -1,0 +1,88 @@
+"""Staging files made in advance."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from kvstore.client.blocks import AsyncBlocks
+from kvstore.client.staging import Staging
+from kvstore.core.errors import NoSpace
+from kvstore.fuse.spares import IDLE_S, KEEP, Spares
+from kvstore.runtime import SystemRuntime
+
+
+class Worker:
+    """Blocks that count what is staged and given back."""
+
+    def __init__(self) -> None:
+        self.staged, self.aborted, self.full = list[int](), 0, False
+
+    async def stage(self, size_hint: int = 0) -> Staging:
+        await asyncio.sleep(0)
+        if self.full:
+            raise NoSpace
+        self.staged.append(size_hint)
+        return Staging(self, -1, handle=len(self.staged))
+
+    async def abort(self, staging: Staging) -> None:
+        self.aborted += 1
+
+
+class Time(SystemRuntime):
+    now_s = 100.0
+
+    def monotonic_s(self) -> float:
+        return self.now_s
+
+
+def spares_on(worker: Worker) -> tuple[Spares, Time]:
+    time = Time(1)
+    return Spares(cast(AsyncBlocks, worker), time), time
+
+
+async def until(ready: int, worker: Worker) -> None:
+    while len(worker.staged) < ready:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.001)
+
+
+async def test_the_first_one_is_not_there_and_then_there_are_always_some() -> None:
+    worker = Worker()
+    spares, _ = spares_on(worker)
+    assert spares.take(14) is None
+    await until(KEEP, worker)
+    taken = [spares.take(20) for _ in range(KEEP)]
+    assert all(spare and spare.reserved_bytes == 14 for spare in taken)
+    assert len({spare.staging.handle for spare in taken if spare}) == KEEP
+    await until(2 * KEEP, worker)
+    assert worker.staged[KEEP:] == [20] * KEEP
+
+
+async def test_idle_ones_are_given_back() -> None:
+    worker = Worker()
+    spares, time = spares_on(worker)
+    spares.take(14)
+    await until(KEEP, worker)
+    await spares.sweep()
+    assert worker.aborted == 0
+    time.now_s += IDLE_S
+    await spares.sweep()
+    assert worker.aborted == KEEP
+    assert spares.take(14) is None
+
+
+@pytest.mark.parametrize("times", [3])
+async def test_without_room_there_are_none_and_that_is_all(times: int) -> None:
+    worker = Worker()
+    worker.full = True
+    spares, _ = spares_on(worker)
+    for _ in range(times):
+        assert spares.take(14) is None
+        await asyncio.sleep(0.01)
+    worker.full = False
+    spares.take(14)
+    await until(KEEP, worker)
+    assert spares.take(14) is not None
