@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvstore-setup
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
-APT_PACKAGES := make fuse3 libfuse3-dev pkg-config gcc python3-dev python3-venv strace
+APT_PACKAGES := make fuse3 libfuse3-dev pkg-config gcc python3-dev python3-venv strace fio
 PROTOS := $(wildcard proto/kvstore/pb/*.proto)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 

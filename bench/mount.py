@@ -77,7 +77,7 @@ def loads(plan: Plan) -> Iterator[tuple[What, Load]]:
 
 def loaded(place: Place, load: Load) -> Samples:
     """Run it there."""
-    load = load._replace(directory=str(place.directory), pids=place.pids)
+    load = load._replace(directory=str(place.directory), pids=place.pids, scratch=str(place.directory.parent))
     out = output_of([PYTHON, "-m", "bench.mount_load", json.dumps(load._asdict())], place.name)
     return {phase: Sample(*values) for phase, values in json.loads(out).items()}
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import mmap
 import os
 import queue
 import shutil
 import struct
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +57,9 @@ Samples = dict[str, Sample]
 
 
 class Load(NamedTuple):
-    """`kind`: "files" (whole files of `size_bytes`) or "small" (calls on files of 4 KiB). `count`: files or names."""
+    """`kind`: "files" (whole files of `size_bytes`) or "small" (calls on files of 4 KiB). `count`: files or names.
+    `scratch`: a plain directory on the same disk.
+    """
 
     kind: str
     directory: str
@@ -65,6 +67,7 @@ class Load(NamedTuple):
     pids: dict[str, list[int]]
     size_bytes: int = 0
     at_a_time: int = 1
+    scratch: str = ""
 
 
 class Buffers(NamedTuple):
@@ -86,7 +89,7 @@ class Files:
 
     def run(self) -> Samples:
         amount = self._load.count * self._load.size_bytes
-        touch_memory(2 * amount)
+        self._warm_memory(3 * amount)
         with ThreadPoolExecutor(self._load.at_a_time) as pool:
             steps, written = measured(self._load, amount, lambda: self._each(pool, self._write))
             means = {step: sum(times) / len(times) for step, times in zip(STEPS, zip(*steps, strict=True), strict=True)}
@@ -94,6 +97,16 @@ class Files:
             for phase in ("read, first", "read, again"):
                 _, samples[phase] = measured(self._load, amount, lambda: self._each(pool, self._read))
         return samples
+
+    def _warm_memory(self, size_bytes: int) -> None:
+        """Fill the page cache and empty it again: the pages freed last are taken first. In a virtual machine one that
+        the host must supply costs ten times the copy into it (14 MiB in 50 ms instead of 4): whoever is measured first
+        would pay for all. Anonymous memory does not do it, only a file on the disk itself.
+        """
+        data = bytes(self._load.size_bytes)
+        with tempfile.TemporaryFile(dir=self._load.scratch) as file:
+            for _ in range(0, size_bytes, len(data)):
+                file.write(data)
 
     def _each(self, pool: ThreadPoolExecutor, work: Callable[[int], T]) -> list[T]:
         numbers = range(self._load.count)
@@ -172,15 +185,6 @@ class SmallCalls:
         os.close(fd)
         os.rename(f"{name}.tmp", name)
         os.unlink(name)
-
-
-def touch_memory(size_bytes: int) -> None:
-    """Take memory and give it back. In a virtual machine a page that the host must supply first costs ten times the
-    copy into it (14 MiB in 50 ms instead of 4), and whoever is measured first would pay for all.
-    """
-    with mmap.mmap(-1, size_bytes) as memory:
-        for at in range(0, size_bytes, mmap.PAGESIZE):
-            memory[at] = 1
 
 
 def measured(load: Load, amount: int, work: Callable[[], T]) -> tuple[T, Sample]:

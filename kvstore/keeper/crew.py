@@ -174,7 +174,7 @@ class Crew:
             try:
                 self._host.mount()
             except OSError as error:
-                log.error("cannot mount: %s", error)
+                log.error("cannot mount on %s: %s", error.filename, error.strerror)
                 self.end(1)
                 return
             self.mounted = True

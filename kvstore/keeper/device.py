@@ -52,6 +52,9 @@ class Device:
             self._fd = -1
 
     def mount(self, *, allow_other: bool) -> None:
+        """Raises OSError: EPERM without CAP_SYS_ADMIN, ENOENT, ENOTDIR, ELOOP."""
+        if os.path.islink(self._directory):  # the mount would stand under another name
+            raise self._error(errno.ELOOP)
         options = f"fd={self._fd},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()}"
         options += ",allow_other,default_permissions" if allow_other else ",default_permissions"
         arguments = SOURCE.encode(), os.fsencode(self._directory), mountinfo.FS_TYPE.encode()

@@ -56,7 +56,7 @@ def differs(error: str, plain: str, reason: str, *calls: Call) -> Row:
 
 
 def make_node(side: Side, path: str, kind: int) -> None:
-    os.mknod(side.root / path, kind | 0o600, os.makedev(1, 3))
+    os.mknod(fsops.at(side, path), kind | 0o600, os.makedev(1, 3))
 
 
 def bind_socket(side: Side, path: str) -> None:
@@ -67,19 +67,19 @@ def bind_socket(side: Side, path: str) -> None:
 
 
 def read_link(side: Side, path: str) -> str:
-    return os.readlink(side.root / path)
+    return os.readlink(fsops.at(side, path))
 
 
 def remove_attribute(side: Side, path: str, name: str) -> None:
-    os.removexattr(side.root / path, name)
+    os.removexattr(fsops.at(side, path), name)
 
 
 def attributes_of(side: Side, path: str) -> list[str]:
-    return os.listxattr(side.root / path)
+    return os.listxattr(fsops.at(side, path))
 
 
 def change_owner(side: Side, path: str, uid: int, gid: int) -> None:
-    os.chown(side.root / path, uid, gid)
+    os.chown(fsops.at(side, path), uid, gid)
 
 
 def reserve(side: Side, handle: int, size: int) -> None:
@@ -94,7 +94,7 @@ def become_nobody(side: Side) -> None:
 
 
 def map_directory(side: Side, path: str) -> None:
-    fd = os.open(side.root / path, os.O_RDONLY)
+    fd = os.open(fsops.at(side, path), os.O_RDONLY)
     try:
         fsops.Map(fd, 4096).close()
     finally:
@@ -103,7 +103,7 @@ def map_directory(side: Side, path: str) -> None:
 
 def move_out(side: Side, path: str) -> None:
     """To another file system."""
-    os.rename(side.root / path, f"/dev/shm/kvstore-{os.getpid()}")
+    os.rename(fsops.at(side, path), f"/dev/shm/kvstore-{os.getpid()}")
 
 
 def round_trip(side: Side, name: str) -> None:
@@ -238,7 +238,7 @@ def names_as_such() -> Iterator[Row]:
         differs("EILSEQ", OK, "names are UTF-8", call(fsops.make_directory, BAD_NAME)),
         differs("EILSEQ", OK, "names are UTF-8", call(fsops.rename, "file", BAD_NAME)),
         differs("EILSEQ", "ENOENT", "names are UTF-8", call(fsops.unlink, BAD_NAME)),
-        differs("EILSEQ", OK, "surrogates are no UTF-8", opened(os.fsdecode(b"\xed\xa0\x80"), os.O_CREAT | os.O_WRONLY)),
+        differs("EILSEQ", OK, "no UTF-8", opened(os.fsdecode(b"\xed\xa0\x80"), os.O_CREAT | os.O_WRONLY)),
     )  # fmt: skip
 
 
@@ -279,7 +279,8 @@ def opens() -> Iterator[Row]:
         "O_ASYNC",
     ):
         yield same(OK, opened("file", os.O_RDONLY | getattr(os, flags)))
-        yield same(OK, opened("y.tmp", os.O_RDWR | os.O_CREAT | getattr(os, flags)))
+        if flags != "O_PATH":
+            yield same(OK, opened("y.tmp", os.O_RDWR | os.O_CREAT | getattr(os, flags)))
     yield differs("EOPNOTSUPP", OK, "every file has a name", opened("empty", os.O_TMPFILE | os.O_RDWR))
     yield same("ENOTDIR", opened("file", os.O_TMPFILE | os.O_RDWR))
 
@@ -392,7 +393,7 @@ TABLE: Final = [
     for row in rows()
 ]
 SET_UP: Final = (
-    *(call(fsops.make_directory, name) for name in (".", "empty", "full")),
+    *(call(fsops.make_directory, name) for name in ("", "empty", "full")),
     *(
         each
         for name in ("file", "other", "full/x", "x.tmp")

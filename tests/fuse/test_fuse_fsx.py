@@ -58,7 +58,7 @@ def test_a_file_is_what_was_written(pair: Pair, case: Case) -> None:
     sides = {"mount": pair.a / name, "other": pair.b / name}
     with ExitStack() as stack:
         actors = [stack.enter_context(Actor(f"actor {i}", sides)) for i in range(case.actors)]
-        actors[0].ask(("mount", call(fsops.make_directory, ".")))
+        actors[0].ask(("mount", call(fsops.make_directory, "")))
         Fsx(seed, actors, "file.tmp" if case.temporary else "file", case.max_bytes, "file" * case.temporary).run(
             case.steps
         )

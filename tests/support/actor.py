@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import time
+import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, Final, NoReturn, Self
 from tests.support.child import TIMEOUT_S, Hung
 from tests.support.fsops import Call, Side
 
+UMASK: Final = 0o022
 _PR_SET_PDEATHSIG: Final = 1
 
 
@@ -48,8 +51,9 @@ class Actor:
                 raise Hung(f"{self.name} hangs in {requests}")
             return self._ours.recv()  # type: ignore[no-any-return]
         except (EOFError, BrokenPipeError):
-            self.end()
-            raise AssertionError(f"{self.name} died in {requests}") from None
+            status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            self.pid = 0
+            raise AssertionError(f"{self.name} ended with {status} in {requests}") from None
 
     def end(self) -> None:
         """Whatever it does, and again. One that hangs in the kernel is left to whoever unmounts."""
@@ -67,8 +71,13 @@ class Actor:
 def _serve(pipe: Connection, sides: dict[str, Side]) -> NoReturn:
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        faulthandler.disable()  # a map beyond the end ends the child; the parent says in which call
+        os.umask(UMASK)
         while True:
             requests = pipe.recv()
             pipe.send([each.on(sides[side]) for side, each in requests])
-    except BaseException:  # noqa: BLE001 - the parent sees that the pipe ends
+    except EOFError:  # the parent has gone
+        os._exit(0)
+    except BaseException:  # noqa: BLE001 - a call raised what no file system answers; the parent sees the pipe end
+        traceback.print_exc()
         os._exit(1)

@@ -80,7 +80,7 @@ class SideBySide(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.broken = False
-        """Something differed: the example is over."""
+        """Something differed, or an actor hung or died: the example is over."""
         self.actors = self.world.living_actors()
         self.handles: list[Handle] = []
         self.scans: list[Scan] = []
@@ -123,7 +123,11 @@ class SideBySide(RuleBasedStateMachine):
         return answer
 
     def ask(self, actor: int, *requests: tuple[str, Call]) -> list[Any]:
-        return self.actors[actor].ask(*requests)
+        try:
+            return self.actors[actor].ask(*requests)
+        except AssertionError:
+            self.broken = True
+            raise
 
     def elsewhere(self, path: str, wanted: Call) -> Call | Failed:
         """What the other mount answers: it has no temporary names of this one."""

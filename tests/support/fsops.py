@@ -65,6 +65,7 @@ class Map:
     """mmap(2) itself: Python's own keeps a duplicate of the descriptor, and the close of that is a flush."""
 
     def __init__(self, fd: int, size: int, *, offset: int = 0, shared: bool = True, writable: bool = False) -> None:
+        os.fstat(fd)  # as everybody does to learn the size: mmap alone does not make the kernel ask for it
         protection = _PROT_READ | (_PROT_WRITE if writable else 0)
         address = _libc.mmap(None, size, protection, _MAP_SHARED if shared else _MAP_PRIVATE, fd, offset)
         if address == ctypes.c_void_p(-1).value:
@@ -118,11 +119,16 @@ def call(function: Callable[Concatenate[Side, P], Any], /, *args: P.args, **_: P
     return Call(function, args)
 
 
+def at(side: Side, path: str) -> str:
+    """Not by pathlib, which takes dots and slashes away."""
+    return os.path.join(side.root, path)
+
+
 # ---- the calls: descriptors ----
 
 
 def open_file(side: Side, handle: int, path: str, flags: int, mode: int = 0o644) -> None:
-    side.fds[handle] = os.open(side.root / path, flags | os.O_CLOEXEC, mode)
+    side.fds[handle] = os.open(at(side, path), flags | os.O_CLOEXEC, mode)
 
 
 def close(side: Side, handle: int) -> None:
@@ -223,49 +229,49 @@ def lock_range(side: Side, handle: int, operation: int, start: int, length: int)
 
 
 def stat_path(side: Side, path: str) -> Attributes:
-    return _attributes(os.lstat(side.root / path))
+    return _attributes(os.lstat(at(side, path)))
 
 
 def read_file(side: Side, path: str) -> bytes:
-    return (side.root / path).read_bytes()
+    return Path(at(side, path)).read_bytes()
 
 
 def truncate(side: Side, path: str, size: int) -> None:
-    os.truncate(side.root / path, size)
+    os.truncate(at(side, path), size)
 
 
 def chmod(side: Side, path: str, mode: int) -> None:
-    os.chmod(side.root / path, mode)
+    os.chmod(at(side, path), mode)
 
 
 def set_times(side: Side, path: str, mtime_ns: int) -> None:
-    os.utime(side.root / path, ns=(mtime_ns, mtime_ns))
+    os.utime(at(side, path), ns=(mtime_ns, mtime_ns))
 
 
 def rename(side: Side, source: str, target: str, flags: int = 0) -> None:
-    source_bytes, target_bytes = os.fsencode(side.root / source), os.fsencode(side.root / target)
+    source_bytes, target_bytes = os.fsencode(at(side, source)), os.fsencode(at(side, target))
     if _libc.renameat2(_AT_CWD, source_bytes, _AT_CWD, target_bytes, flags) != 0:
         raise _last_error()
 
 
 def unlink(side: Side, path: str) -> None:
-    os.unlink(side.root / path)
+    os.unlink(at(side, path))
 
 
 def make_directory(side: Side, path: str) -> None:
-    os.mkdir(side.root / path)
+    os.mkdir(at(side, path))
 
 
 def remove_directory(side: Side, path: str) -> None:
-    os.rmdir(side.root / path)
+    os.rmdir(at(side, path))
 
 
 def names_in(side: Side, path: str) -> list[str]:
-    return sorted(os.listdir(side.root / path))
+    return sorted(os.listdir(at(side, path)))
 
 
 def begin_scan(side: Side, scan: int, path: str) -> None:
-    side.scans[scan] = os.open(side.root / path, os.O_RDONLY | os.O_DIRECTORY)
+    side.scans[scan] = os.open(at(side, path), os.O_RDONLY | os.O_DIRECTORY)
 
 
 def scan_on(side: Side, scan: int, buffer_bytes: int) -> list[str]:
@@ -292,27 +298,27 @@ def end_scan(side: Side, scan: int) -> None:
 
 
 def hard_link(side: Side, source: str, target: str) -> None:
-    os.link(side.root / source, side.root / target)
+    os.link(at(side, source), at(side, target))
 
 
 def symbolic_link(side: Side, target: str, path: str) -> None:
-    os.symlink(target, side.root / path)
+    os.symlink(target, at(side, path))
 
 
 def make_fifo(side: Side, path: str) -> None:
-    os.mkfifo(side.root / path)
+    os.mkfifo(at(side, path))
 
 
 def set_attribute(side: Side, path: str, name: str) -> None:
-    os.setxattr(side.root / path, name, b"1")
+    os.setxattr(at(side, path), name, b"1")
 
 
 def get_attribute(side: Side, path: str, name: str) -> bytes:
-    return os.getxattr(side.root / path, name)
+    return os.getxattr(at(side, path), name)
 
 
 def unnamed(side: Side, path: str) -> None:
-    os.close(os.open(side.root / path, os.O_TMPFILE | os.O_RDWR))
+    os.close(os.open(at(side, path), os.O_TMPFILE | os.O_RDWR))
 
 
 def enter(side: Side, root: Path) -> None:

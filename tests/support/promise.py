@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from tests.support import fsops
+from tests.support.actor import UMASK
 from tests.support.fsops import Call, Failed, call
 
 
@@ -63,8 +64,6 @@ class Promise:
         self.tree.mkdir(parents=True)
         self._work.mkdir()
         self._differs, self._numbers = differs, itertools.count()
-        self._umask = os.umask(0)
-        os.umask(self._umask)
         self.copies: list[Copy] = []
         self.rewritten: set[str] = set()
         """Temporary names that were written again after a close: their former bytes wait for another rename."""
@@ -85,7 +84,7 @@ class Promise:
         if not creates and not writes:
             return as_it_is, Opened(self._version_to_read(path))
         make = self._version_to_write if is_temporary(path) else self._copy_to_write
-        copy = make(path, flags, mode & ~self._umask)
+        copy = make(path, flags, mode & ~UMASK)
         in_place = flags & ~(os.O_CREAT | os.O_EXCL)
         return call(fsops.open_file, handle, str(copy.parked), in_place, mode), Opened(copy, writes)
 

@@ -44,7 +44,7 @@ def spares_on(worker: Worker) -> tuple[Spares, Time]:
 
 
 async def until(ready: int, worker: Worker) -> None:
-    while len(worker.staged) < ready:
+    while len(worker.staged) < ready:  # noqa: ASYNC110 - the worker has no event
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.001)
 
