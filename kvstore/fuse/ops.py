@@ -12,7 +12,7 @@ import os
 import stat
 from collections import Counter
 from collections.abc import Sequence
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple
 
 import pyfuse3
 from pyfuse3 import (
@@ -27,7 +27,6 @@ from pyfuse3 import (
     RequestContext,
     SetattrFields,
     StatvfsData,
-    XAttrNameT,
 )
 
 from kvstore.core.errors import AlreadyExists, NotFound
@@ -42,6 +41,7 @@ from kvstore.fuse.listing import Listing
 from kvstore.fuse.local import LocalFiles
 from kvstore.fuse.localfile import Key, LocalFile
 from kvstore.fuse.names import TempPatterns
+from kvstore.fuse.notoffered import NotOffered, refuse
 from kvstore.fuse.repeats import Repeats
 from kvstore.fuse.saved import ListingRecord, Saved
 from kvstore.fuse.sealed import SealedFiles
@@ -71,7 +71,7 @@ class Parts(NamedTuple):
 
 
 @guarded_operations
-class Operations(pyfuse3.Operations):
+class Operations(NotOffered):
     """The handlers of one mount. `counts`: how often each ended in which way."""
 
     supports_dot_lookup = False
@@ -118,7 +118,7 @@ class Operations(pyfuse3.Operations):
     async def mkdir(self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext) -> EntryAttributes:
         key, temporary = self._key(parent_inode, name)
         if temporary:  # such a name would be no name for anybody else
-            _refuse(errno.EPERM)
+            refuse(errno.EPERM)
         gid, setgid = await self._group(key[0], ctx)
         try:
             made = await self._changes.mkdir(key, stat.S_IMODE(mode) | setgid, self._uid(ctx), gid)
@@ -131,7 +131,7 @@ class Operations(pyfuse3.Operations):
     async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
         key, temporary = self._key(parent_inode, name)
         if temporary:
-            _refuse(errno.ENOTDIR if self._local.temps.lookup(key) else errno.ENOENT)
+            refuse(errno.ENOTDIR if self._local.temps.lookup(key) else errno.ENOENT)
         try:
             await self._changes.rmdir(key)
         except NotFound:
@@ -156,12 +156,12 @@ class Operations(pyfuse3.Operations):
         ctx: RequestContext,
     ) -> None:
         if flags & ~_RENAME_FLAGS:
-            _refuse(errno.EINVAL)
+            refuse(errno.EINVAL)
         source, from_temporary = self._key(parent_inode_old, name_old)
         target, to_temporary = self._key(parent_inode_new, name_new)
         if to_temporary and not from_temporary:
             # Others would see the name vanish and never come back. EXDEV makes mv(1) copy, which says what happens.
-            _refuse(errno.EXDEV)
+            refuse(errno.EXDEV)
         repeated = self.repeats.rename(parent_inode_old, name_old, parent_inode_new, name_new)
         no_replace = bool(flags & _RENAME_FLAGS)
         try:
@@ -293,27 +293,12 @@ class Operations(pyfuse3.Operations):
     async def forget(self, inode_list: Sequence[tuple[InodeT, int]]) -> None:
         """Nothing to do: a number that nobody has open and no name leads to is answered ESTALE."""
 
-    # ---- what is not here, with the errno that its manual page names ----
-
-    async def readlink(self, inode: InodeT, ctx: RequestContext) -> FileNameT:
-        _refuse(errno.EINVAL)
-
-    async def symlink(
-        self, parent_inode: InodeT, name: FileNameT, target: FileNameT, ctx: RequestContext
-    ) -> EntryAttributes:
-        _refuse(errno.EPERM)
-
-    async def link(
-        self, inode: InodeT, new_parent_inode: InodeT, new_name: FileNameT, ctx: RequestContext
-    ) -> EntryAttributes:
-        _refuse(errno.EPERM)
-
     async def mknod(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, rdev: int, ctx: RequestContext
     ) -> EntryAttributes:
         """Regular files only: an empty one, which exists at once."""
         if not stat.S_ISREG(mode):
-            _refuse(errno.EPERM)
+            refuse(errno.EPERM)
         key, temporary = self._key(parent_inode, name)
         gid, _ = await self._group(key[0], ctx)
         opened, file = await self._files.create(
@@ -323,29 +308,16 @@ class Operations(pyfuse3.Operations):
         await self._files.release(opened.handle)
         return self._attributes.of_entry(entry.inode, entry, 0) if entry else self._attributes.of_local(file)
 
-    async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
-        """ENODATA, never ENOSYS: the kernel would not ask again for the life of the mount."""
-        _refuse(errno.ENODATA)
-
-    async def setxattr(self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext) -> None:
-        _refuse(errno.ENOTSUP)
-
-    async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
-        return ()
-
-    async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:
-        _refuse(errno.ENODATA)
-
     # ---- helpers ----
 
     def _key(self, parent_inode: int, name: bytes) -> tuple[Key, bool]:
         """The name at the master, and whether it is a temporary one."""
         if len(name) > MAX_NAME_BYTES:
-            _refuse(errno.ENAMETOOLONG)
+            refuse(errno.ENAMETOOLONG)
         try:
             text = name.decode()
         except UnicodeDecodeError:
-            _refuse(errno.EILSEQ)
+            refuse(errno.EILSEQ)
         directory = self._numbers.to_master(parent_inode)
         return (directory, text), self._patterns.match(self._directory_name(directory), text)
 
@@ -355,7 +327,7 @@ class Operations(pyfuse3.Operations):
     def _known(self, inode: int) -> LocalFile:
         file = self._local.get(inode)
         if file is None:
-            _refuse(errno.ESTALE)
+            refuse(errno.ESTALE)
         return file
 
     def _shown(self, cached: Cached) -> EntryAttributes:
@@ -390,13 +362,9 @@ class Operations(pyfuse3.Operations):
         if (fields.update_uid and uid not in (None, attr.st_uid)) or (
             fields.update_gid and gid not in (None, attr.st_gid)
         ):
-            _refuse(errno.EPERM)
+            refuse(errno.EPERM)
 
 
 def _file_info(opened: Opened) -> FileInfo:
     handle = opened.handle | PASSTHROUGH_BIT if opened.passthrough else opened.handle
     return FileInfo(FileHandleT(handle), direct_io=opened.direct, keep_cache=opened.keep_cache)
-
-
-def _refuse(code: int) -> NoReturn:
-    raise pyfuse3.FUSEError(code)
