@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvstore.client.blocks import AsyncBlocks
 from kvstore.client.staging import Staging
@@ -18,28 +18,23 @@ log = logging.getLogger(__name__)
 KEEP: Final = 4
 """As many as LMCache writes at a time on a small machine."""
 IDLE_S: Final = 5.0
-"""Without a CREATE for so long they are given back, and with them the room that is reserved for them."""
-
-
-class Spare(NamedTuple):
-    staging: Staging
-    reserved_bytes: int
+"""Without a CREATE for so long they are given back."""
 
 
 class Spares:
-    """There are none before the first CREATE."""
+    """Empty, and no room is reserved for them. There are none before the first CREATE."""
 
     def __init__(self, blocks: AsyncBlocks, runtime: Runtime) -> None:
         self._blocks, self._runtime = blocks, runtime
-        self._ready: list[Spare] = []
+        self._ready: list[Staging] = []
         self._filling: asyncio.Task[None] | None = None
         self._used_s = 0.0
 
-    def take(self, size_bytes: int) -> Spare | None:
-        """One, if there is any; more are made with room for `size_bytes` each."""
+    def take(self) -> Staging | None:
+        """One, if there is any; more are made in the background."""
         self._used_s = self._runtime.monotonic_s()
         if self._filling is None:
-            self._filling = asyncio.create_task(self._fill(size_bytes))
+            self._filling = asyncio.create_task(self._fill())
         return self._ready.pop() if self._ready else None
 
     async def sweep(self) -> None:
@@ -51,15 +46,15 @@ class Spares:
         ready, self._ready = self._ready, []
         for spare in ready:
             try:
-                await self._blocks.abort(spare.staging)
+                await self._blocks.abort(spare)
             except KvError as error:
                 log.debug("spare staging file not aborted: %s", error.message)
 
-    async def _fill(self, size_bytes: int) -> None:
+    async def _fill(self) -> None:
         try:
             while len(self._ready) < KEEP:
-                self._ready.append(Spare(await self._blocks.stage(size_bytes), size_bytes))
-        except KvError as error:  # no room, or no worker: whoever needs one asks for himself
+                self._ready.append(await self._blocks.stage(0))
+        except KvError as error:  # whoever needs one asks for himself
             log.debug("no spare staging file: %s", error.message)
         finally:
             self._filling = None

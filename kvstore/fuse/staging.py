@@ -249,8 +249,7 @@ class StagingArea:
 
     async def _restage(self, file: LocalFile, keep_bytes: int, size_bytes: int) -> None:
         if self.backing.passthrough and not size_bytes:
-            spare = self.spares.take(self._usual_bytes)
-            staged, room = spare or (await self._blocks.stage(0), 0)
+            room, staged = 0, self.spares.take() or await self._blocks.stage(0)
         else:
             room, staged = await self._reserve(0, max(keep_bytes, size_bytes), self._blocks.stage)
         try:
