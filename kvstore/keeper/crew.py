@@ -16,6 +16,7 @@ from kvstore.keeper.channel import Kind, Message
 from kvstore.keeper.heritage import Heritage
 from kvstore.keeper.loop import IN, Loop
 from kvstore.keeper.process import FsProcess
+from kvstore.keeper.spawner import Spawner
 from kvstore.keeper.traffic import Connection, Traffic
 from kvstore.keeper.upgrade import START_LIMIT_S as UPGRADE_LIMIT_S
 from kvstore.keeper.upgrade import Report, Upgrade
@@ -27,10 +28,6 @@ START_LIMIT_S: Final = 60.0
 """From its start to SERVING."""
 END_LIMIT_S: Final = 10.0
 """From END, or from closing its sockets, to its end."""
-FIRST_PAUSE_S: Final = 0.1
-MAX_PAUSE_S: Final = 5.0
-STEADY_S: Final = 10.0
-"""One that lived for so long lets its successors start over with the shortest pause."""
 
 
 class Host(Protocol):
@@ -50,7 +47,8 @@ class Crew:
     """`served`: somebody has served; before that the end of the first process is the end of the keeper."""
 
     def __init__(self, argv: Sequence[str], loop: Loop, device: Connection, limits: Limits, host: Host) -> None:
-        self._argv, self._loop, self._host = list(argv), loop, host
+        self._loop, self._host = loop, host
+        self.spawner = Spawner(argv, loop)
         self.traffic = Traffic(loop, device, self.end, self._hung_up, self._read_control)
         self._watchdog = Watchdog(loop, self.traffic, limits)
         self.heritage = Heritage()
@@ -59,13 +57,9 @@ class Crew:
         self._leaving: list[FsProcess] = []
         """They have no work any more, but have not ended yet."""
         self._upgrade: Upgrade | None = None
-        self._session = int.from_bytes(os.urandom(8), "little") or 1
-        self.generation = -1
         self.outages = self.restarts = 0
         self.served = False
         self.mounted = False
-        self._pause_s = FIRST_PAUSE_S
-        self._spawn_at_s: float | None = None
         self._outage_since_s: float | None = None
         self._exit_code: int | None = None
         """Set when the keeper is ending."""
@@ -76,10 +70,9 @@ class Crew:
 
     @property
     def state(self) -> str:
-        if self.is_ending:
-            return "ending"
-        if self._upgrade is not None:
-            return "upgrading"
+        """For people."""
+        if self.is_ending or self._upgrade is not None:
+            return "ending" if self.is_ending else "upgrading"
         if self.current is None:
             return "failing" if self.traffic.relay.failing else "outage"
         return "serving" if self.current.served else "starting"
@@ -88,74 +81,62 @@ class Crew:
 
     def start(self) -> None:
         """Raises OSError when the command cannot be run."""
-        self._spawn(self._argv, START_LIMIT_S)
+        self._spawn(self.spawner.argv, START_LIMIT_S)
 
     def _spawn(self, argv: Sequence[str], limit_s: float) -> None:
-        self.generation += 1
-        process = FsProcess(argv, self.heritage.state_fd, self._session, self.generation, self._loop.now_s)
-        process.kill_by(self._loop.now_s + limit_s)
+        process = self.spawner.spawn(argv, self.heritage.state_fd, limit_s)
         self.next = process
         self._loop.watch(process.pidfd, IN, lambda _: self._exited(process))
         self._loop.watch(process.control.fileno(), IN, lambda _: self._read_control(process))
 
     def _respawn(self) -> None:
-        self._spawn_at_s = None
         self.restarts += 1
         try:
-            self._spawn(self._argv, START_LIMIT_S)
+            self._spawn(self.spawner.argv, START_LIMIT_S)
         except OSError as error:
-            log.error("cannot start %s: %s", self._argv[0], error)
-            self._respawn_later()
-
-    def _respawn_later(self) -> None:
-        self._spawn_at_s = self._loop.now_s + self._pause_s
-        self._pause_s = min(MAX_PAUSE_S, self._pause_s * 2)
+            log.error("cannot start %s: %s", self.spawner.argv[0], error)
+            self.spawner.later()
 
     # What they say.
 
     def _read_control(self, process: FsProcess) -> None:
         for message in process.messages():
-            for fd in self._hear(process, message):
-                os.close(fd)
+            if not self._hear(process, message):
+                for fd in message.fds:
+                    os.close(fd)
         if process.control_ended and self._loop.forget(process.control.fileno()):
             self._hung_up(process)
 
-    def _hear(self, process: FsProcess, message: Message) -> list[int]:
-        """The fds that nobody has taken."""
-        kind, serves = message.kind, process is self.current
+    def _hear(self, process: FsProcess, message: Message) -> bool:
+        """Whether the fd with it was taken over."""
+        kind = message.kind
         if kind == Kind.BEAT:
             process.beat_s = self._loop.now_s
         elif kind == Kind.READY and process is self.next and not process.ready:
             process.ready = True
             self._loop.call_soon(self._use_next)
-        elif kind == Kind.SERVING and serves:
+        elif process is not self.current:
+            return False
+        elif kind == Kind.SERVING:
             self._serves(process, message.json())
-        elif kind == Kind.DROP and serves:
-            self.heritage.drop(message.inode)
-        elif kind in (Kind.OFFER, Kind.KEEP, Kind.STATE) and serves and len(message.fds) == 1:
-            self._take(kind, message.inode, message.fds[0])
-            return []
-        return message.fds
-
-    def _take(self, kind: Kind, inode: int, fd: int) -> None:
-        if kind == Kind.OFFER:
-            self.traffic.backing.offer(inode, fd, self._loop.now_s)
-        elif kind == Kind.KEEP:
-            self.heritage.keep(inode, fd)
+        elif kind == Kind.OFFER and len(message.fds) == 1:
+            self.traffic.backing.offer(message.inode, message.fds[0], self._loop.now_s)
+            return True
         else:
-            self.heritage.replace_state(fd)
+            return self.heritage.hear(message)
+        return False
 
     def _serves(self, process: FsProcess, said: Mapping[str, Any]) -> None:
         process.served, process.kill_at_s = True, None
-        self._argv = process.argv
+        self.spawner.argv = process.argv
         if not self.served:
             self.served = True
             self._host.serving(said["line"], said["facts"])
             return
-        log.info("%s serves (generation %d)", process, self.generation)
-        if self._upgrade is not None:
-            self._upgrade.succeeded(process)
-            self._upgrade = None
+        log.info("%s serves (generation %d)", process, self.spawner.generation)
+        upgrade, self._upgrade = self._upgrade, None
+        if upgrade is not None:
+            upgrade.succeeded(process)
 
     # Taking over.
 
@@ -200,7 +181,7 @@ class Crew:
             return
         self._upgrade = Upgrade(self._loop, self.traffic, self.current, report)
         try:
-            self._spawn([python, *self._argv[1:]], UPGRADE_LIMIT_S)
+            self._spawn([python, *self.spawner.argv[1:]], UPGRADE_LIMIT_S)
         except OSError as error:
             self._upgrade_failed(f"cannot start {python}: {error.strerror}")
 
@@ -210,9 +191,9 @@ class Crew:
             self._upgrade.step()
 
     def _upgrade_failed(self, why: str) -> None:
-        if self._upgrade is not None:
-            self._upgrade.failed(why)
-            self._upgrade = None
+        upgrade, self._upgrade = self._upgrade, None
+        if upgrade is not None:
+            upgrade.failed(why)
 
     # Their ends.
 
@@ -237,7 +218,7 @@ class Crew:
                 log.error("%s ended with code %s before it could serve; its own lines say why", process, code)
             self._upgrade_failed(f"the new process ended with code {code} before it could serve; its own lines say why")
             if self.served and self.current is None and not self.is_ending:
-                self._respawn_later()
+                self.spawner.later()
         self._leaving.remove(process)
         os.close(process.pidfd)
         self._finish_when_alone(code or 0)
@@ -259,8 +240,7 @@ class Crew:
             )
         if not process.served:
             self._upgrade_failed("the new process ended before it served; its own lines say why")
-        if self._loop.now_s - process.spawned_s >= STEADY_S:
-            self._pause_s = FIRST_PAUSE_S
+        self.spawner.ended(process)
         if self._upgrade is not None:
             self._upgrade.old_is_gone()
         if self.next is not None:
@@ -268,7 +248,7 @@ class Crew:
         elif process.served:
             self._respawn()
         else:
-            self._respawn_later()
+            self.spawner.later()
 
     def _discard(self, process: FsProcess) -> None:
         self._loop.forget(process.control.fileno())
@@ -280,7 +260,8 @@ class Crew:
         """The mount is gone for good, or never came: let everybody end. `Host.finish` follows."""
         if self.is_ending:
             return
-        self._exit_code, self._spawn_at_s = code, None
+        self._exit_code = code
+        self.spawner.never()
         self._upgrade_failed("the mount ends")
         if self.next is not None:
             self.next.kill_by(self._loop.now_s + KILL_LIMIT_S)
@@ -311,11 +292,9 @@ class Crew:
     def tick(self) -> None:
         now_s = self._loop.now_s
         for process in [self.current, self.next, *self._leaving]:
-            if process is not None and process.kill_at_s is not None and now_s >= process.kill_at_s:
-                log.error("%s did not start, or not end, in time: killed", process)
-                process.kill_at_s = None
-                process.kill()
-        if self._spawn_at_s is not None and now_s >= self._spawn_at_s:
+            if process is not None:
+                process.kill_if_due(now_s)
+        if self.spawner.is_due:
             self._respawn()
         self.traffic.backing.sweep(now_s)
         if self.is_ending:

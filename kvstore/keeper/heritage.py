@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 
 from kvstore.keeper import channel
-from kvstore.keeper.channel import Kind, Table
+from kvstore.keeper.channel import Kind, Message, Table
 from kvstore.keeper.process import FsProcess
 
 
@@ -23,20 +23,26 @@ class Heritage:
         while self.kept:
             os.close(self.kept.popitem()[1])
 
-    def keep(self, inode: int, fd: int) -> None:
-        """Takes the fd over. Replaces an earlier one of this inode."""
-        self.drop(inode)
-        self.kept[inode] = fd
+    def hear(self, message: Message) -> bool:
+        """KEEP, DROP or STATE of the process that serves. Whether its fd was taken over."""
+        if message.kind == Kind.DROP:
+            self._drop(message.inode)
+        if len(message.fds) != 1:
+            return False
+        if message.kind == Kind.KEEP:
+            self._drop(message.inode)
+            self.kept[message.inode] = message.fds[0]
+        elif message.kind == Kind.STATE:
+            os.close(self.state_fd)
+            self.state_fd = message.fds[0]
+        else:
+            return False
+        return True
 
-    def drop(self, inode: int) -> None:
+    def _drop(self, inode: int) -> None:
         fd = self.kept.pop(inode, None)
         if fd is not None:
             os.close(fd)
-
-    def replace_state(self, fd: int) -> None:
-        """Takes the fd over."""
-        os.close(self.state_fd)
-        self.state_fd = fd
 
     def hand_over(self, process: FsProcess, table: Table) -> None:
         """All of it, and the word to serve. Raises `channel.Closed`, BlockingIOError when it does not listen."""

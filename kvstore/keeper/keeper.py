@@ -180,7 +180,7 @@ class Keeper:
             "state": crew.state,
             "directory": self._options.directory,
             "fs_pid": crew.current.pid if crew.current else 0,
-            "generation": crew.generation,
+            "generation": crew.spawner.generation,
             "uptime_s": round(time.monotonic() - self._started_at, 1),
             "pending": len(relay.pending),
             "opens": len(relay.handles),

@@ -75,7 +75,7 @@ class FsProcess:
         return bool(self._outbox) and not self._broken
 
     def send(self, message: bytes) -> None:
-        """A FUSE message. Kept when there is no room, dropped when the process is gone."""
+        """A FUSE message. Kept when there is no room, dropped when the process is gone. Raises OSError (no memory)."""
         if not self._broken and (self._outbox or not self._send_now(message)):
             self._outbox.append(message)
 
@@ -120,6 +120,12 @@ class FsProcess:
     def kill_by(self, at_s: float) -> None:
         """SIGKILL then, unless it has ended; an earlier time that was set stays."""
         self.kill_at_s = at_s if self.kill_at_s is None else min(self.kill_at_s, at_s)
+
+    def kill_if_due(self, now_s: float) -> None:
+        if self.kill_at_s is not None and now_s >= self.kill_at_s:
+            log.error("%s did not start, or not end, in time: killed", self)
+            self.kill_at_s = None
+            self.kill()
 
     def terminate(self) -> None:
         self._popen.send_signal(signal.SIGTERM)

@@ -47,7 +47,7 @@ class Outlets(Protocol):
         """Write a reply; the errno that the kernel gave, 0 for success."""
 
     def to_fs(self, message: bytes) -> None:
-        """Send it, or keep it until there is room."""
+        """Send it, or keep it until there is room. Raises OSError."""
 
     def notify(self, message: bytes) -> None:
         """A notification for the kernel. It may block there, so not on this thread."""
@@ -286,9 +286,18 @@ class Relay:
         if self._init_reply:
             self._out.to_fs(wire.with_unique(self._init_request, self._own_request("init")))
         for unique, request in list(self.pending.items()):
-            if request.raw is None or (request.opcode == Op.WRITE and wire.appends(request.raw)):
+            if not self._repeat(request):
                 del self.pending[unique]
                 self._give_up(unique, request)
-            else:
-                self.counts.resent += 1
-                self._out.to_fs(request.raw)
+
+    def _repeat(self, request: Request) -> bool:
+        """False: it cannot be sent a second time."""
+        if request.raw is None or (request.opcode == Op.WRITE and wire.appends(request.raw)):
+            return False
+        try:
+            self._out.to_fs(request.raw)
+        except OSError as error:
+            log.error("a request (opcode %d) cannot be sent again: %s", request.opcode, error)
+            return False
+        self.counts.resent += 1
+        return True

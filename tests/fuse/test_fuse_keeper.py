@@ -8,92 +8,24 @@ import hashlib
 import mmap
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
-from kvstore.keeper import admin, mountinfo, probe, wire
+from kvstore.keeper import admin, mountinfo
 from tests.fuse.calls import error_of
 from tests.support.child import Child, in_child
 from tests.support.cluster import wait_until
+from tests.support.keeper_mount import SIZE, WAIT_S, Mounted, mounting
 
-WAIT_S: Final = 20.0
-SIZE: Final = 3 << 20
-_PR_SET_PDEATHSIG: Final = 1
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-class Mounted:
-    """A keeper's process; `shown` is the directory that the mount shows."""
-
-    def __init__(self, root: Path) -> None:
-        self.path, self.shown, self.log = root / "mnt", root / "shown", root / "log"
-        self.path.mkdir()
-        self.shown.mkdir()
-        self.digest = ""
-        for name in ("file", "direct"):
-            data = os.urandom(SIZE)
-            (self.shown / name).write_bytes(data)
-            self.digest = self.digest or hashlib.sha256(data).hexdigest()
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self, *options: str, fs: tuple[str, ...] = ()) -> None:
-        """Returns when it is ready."""
-        address = f"\0kvstore-test-{os.getpid()}-{os.urandom(4).hex()}"
-        command = [sys.executable, "-m", "kvstore.keeper", *options, str(self.path), "--"]
-        command += [sys.executable, "-m", "tests.support.tiny_fs", str(self.shown), *fs]
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, self.log.open("wb") as log:
-            sock.bind(address)
-            sock.settimeout(WAIT_S)
-            self.process = subprocess.Popen(
-                command,
-                env={**os.environ, "NOTIFY_SOCKET": "@" + address[1:]},
-                stdout=log,
-                stderr=log,
-                preexec_fn=lambda: _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),  # noqa: PLW1509
-            )
-            assert b"READY=1" in sock.recv(4096)
-
-    def status(self) -> dict[str, Any]:
-        return admin.status(str(self.path))
-
-    def kill_fs(self) -> int:
-        """kill -9 of the file system process; its pid."""
-        wait_until(lambda: self.status()["state"] == "serving", "somebody serves")
-        pid = int(self.status()["fs_pid"])
-        os.kill(pid, signal.SIGKILL)
-        return pid
-
-    def wait(self) -> int:
-        assert self.process is not None
-        return self.process.wait(WAIT_S)
-
-    def is_mounted(self) -> bool:
-        return mountinfo.find(str(self.path)) is not None
-
-    def close(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            self.process.kill()
-            self.process.wait(WAIT_S)
-        while self.is_mounted():
-            subprocess.run(["umount", "-l", str(self.path)], check=True, timeout=10)
-
-
-@contextmanager
-def mounting(root: Path) -> Iterator[Mounted]:
-    made = Mounted(root)
-    try:
-        yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture
@@ -293,7 +225,7 @@ def test_an_open_file_is_read_on_while_nobody_serves(tmp_path: Path) -> None:
 
 def test_a_stopped_process_is_answered_for(tmp_path: Path) -> None:
     with mounting(tmp_path) as made:
-        made.start("--deadline", "3", "--slow-deadline", "60")
+        made.start("--deadline", "3", "--slow-deadline", "60", fs=("--start-delay", "2"))
         pid = int(made.status()["fs_pid"])
         os.kill(pid, signal.SIGSTOP)
         begin = time.monotonic()
@@ -416,71 +348,3 @@ def test_where_nothing_can_be_mounted(tmp_path: Path, where: str, why: str) -> N
     assert f"cannot mount on {tmp_path / where}: " in done.stderr
     assert why in done.stderr
     assert "Traceback" not in done.stderr
-
-
-# Whether it works here.
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the trial mounts are made. Nothing may be left there."""
-    place = tmp_path / "place"
-    place.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(place))
-    fds = len(os.listdir("/proc/self/fd"))
-    yield place
-    assert os.listdir(place) == []
-    assert not [m for m in mountinfo.of_process() if m.path.startswith(str(place))]
-    assert len(os.listdir("/proc/self/fd")) == fds
-
-
-def test_the_probe_says_yes_and_leaves_nothing(place: Path, tmp_path: Path) -> None:
-    with open(tmp_path / "f", "w+b") as file:
-        begin = time.monotonic()
-        assert probe.why_not([("a volume", file.fileno())]) is None
-        assert time.monotonic() - begin < 1.0
-
-
-def test_the_probe_names_what_cannot_back(place: Path, tmp_path: Path) -> None:
-    for name in ("lower", "upper", "work", "merged"):
-        (tmp_path / name).mkdir()
-    layers = f"lowerdir={tmp_path}/lower,upperdir={tmp_path}/upper,workdir={tmp_path}/work"
-    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", layers, tmp_path / "merged"], check=True, timeout=10)
-    try:
-        with open(tmp_path / "merged" / "f", "w+b") as file, open(os.devnull) as null:
-            why = probe.why_not([("volume one", file.fileno())])
-            assert why is not None
-            assert why.startswith("overlayfs cannot back (ELOOP): volume one")
-            assert "Invalid argument" in (probe.why_not([("no file", null.fileno())]) or "")
-    finally:
-        subprocess.run(["umount", tmp_path / "merged"], check=True, timeout=10)
-
-
-def without(*capabilities: int) -> Callable[[], str | None]:
-    """Ask the probe without some of root's rights."""
-
-    def ask() -> str | None:
-        header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-        assert _libc.capget(header, data) == 0
-        for number in capabilities:
-            data[3 * (number // 32)] &= ~(1 << number % 32)
-        assert _libc.capset(header, data) == 0
-        return probe.why_not()
-
-    return ask
-
-
-def test_the_probe_without_rights(place: Path) -> None:
-    net_admin, sys_admin = 12, 21
-    assert "CAP_NET_ADMIN" in (in_child(without(net_admin)) or "")
-    assert "CAP_SYS_ADMIN" in (in_child(without(sys_admin)) or "")
-
-
-def test_the_probe_without_a_device(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.keeper.device.DEVICE", "/dev/nowhere")
-    assert "No such file" in (probe.why_not() or "")
-
-
-def test_the_probe_on_an_old_kernel(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "offers_passthrough", lambda request: False)
-    assert "has no FUSE passthrough" in (probe.why_not() or "")

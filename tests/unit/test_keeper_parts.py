@@ -1,13 +1,10 @@
-"""The keeper's smaller parts: loop, channel, sockets, what is handed over, log lines, notification, /proc."""
+"""The keeper's smaller parts: loop, channel, sockets, what is handed over."""
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -17,14 +14,11 @@ from typing import Any
 
 import pytest
 
-from kvstore.keeper import adminport, channel, holders, logs, loop, mountinfo
-from kvstore.keeper.adminport import AdminPort
-from kvstore.keeper.channel import Again, Closed, Inheritance, Kind, Open, Table
+from kvstore.keeper import channel, loop
+from kvstore.keeper.channel import Again, Closed, Inheritance, Kind, Message, Open, Table
 from kvstore.keeper.heritage import Heritage
 from kvstore.keeper.loop import IN, Loop
-from kvstore.keeper.notify import Notifier
 from kvstore.keeper.process import FsProcess
-from kvstore.obs import logging as obs_logging
 
 WAIT_S = 10.0
 
@@ -243,9 +237,10 @@ def test_kept_files_and_the_table_are_handed_over(pair: tuple[socket.socket, soc
     heritage, before = Heritage(), open_fds()
     (tmp_path / "f").write_bytes(b"kept")
     for inode in [*range(150), 3]:
-        heritage.keep(inode, os.open(tmp_path / "f", os.O_RDONLY))
-    heritage.drop(7)
-    heritage.drop(7)
+        assert heritage.hear(Message(Kind.KEEP, inode, b"", [os.open(tmp_path / "f", os.O_RDONLY)]))
+    for _ in range(2):
+        assert not heritage.hear(Message(Kind.DROP, 7, b"", []))
+    assert not heritage.hear(Message(Kind.KEEP, 8, b"", [])), "nothing came with it"
     heritage.hand_over(Ear(a), Table([Open(1, 2, False)], []))  # type: ignore[arg-type]
     got: dict[int, int] = {}
     while (message := channel.receive(b)).kind == Kind.KEPT:
@@ -256,163 +251,7 @@ def test_kept_files_and_the_table_are_handed_over(pair: tuple[socket.socket, soc
         assert Table.from_json(file.read()) == Table([Open(1, 2, False)], [])
     for fd in got.values():
         os.close(fd)
-    heritage.replace_state(os.memfd_create("new"))
+    assert heritage.hear(Message(Kind.STATE, 0, b"", [os.memfd_create("new")]))
     assert open_fds() == before + len(heritage.kept)
     heritage.close()
     assert open_fds() == before - 1
-
-
-# Log lines and readiness: as the rest of kvstore writes them.
-
-
-@pytest.mark.parametrize("format", ["text", "json"])
-def test_log_lines_are_those_of_the_other_components(format: str) -> None:
-    try:
-        raise ValueError("inner")
-    except ValueError:
-        trace = sys.exc_info()
-    for message, exc_info in (("plain", None), ("two\nlines \x1b[1m", None), ("with", trace)):
-        record = logging.LogRecord("kvstore.keeper.x", logging.WARNING, "f", 1, message, (), exc_info)
-        if format == "json":
-            ours, theirs = logs.JsonFormatter().format(record), obs_logging.JsonFormatter("keeper").format(record)
-        else:
-            ours, theirs = logs.TextFormatter().format(record), obs_logging.TextFormatter("keeper").format(record)
-        assert ours == theirs
-
-
-def test_readiness(tmp_path: Path) -> None:
-    for address, bound in (
-        (f"@kvstore-test-{os.getpid()}", f"\0kvstore-test-{os.getpid()}"),
-        (str(tmp_path / "s"),) * 2,
-    ):
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
-            sock.bind(bound)
-            sock.settimeout(WAIT_S)
-            Notifier(address).ready({"mount": "/m", "pid": "1"})
-            Notifier(address).stopping()
-            assert [sock.recv(4096), sock.recv(4096)] == [b"READY=1\nX_MOUNT=/m\nX_PID=1", b"STOPPING=1"]
-    Notifier("").ready({})
-    Notifier(f"@kvstore-test-{os.getpid()}").stopping()  # nobody listens any more
-
-
-# /proc.
-
-
-def test_mountinfo() -> None:
-    text = (
-        b"22 27 0:20 / /sys rw,nosuid shared:7 - sysfs sysfs rw\n"
-        b"42 27 0:39 / /mnt/a\\040b\\134\xff rw,relatime - fuse.kvstore kvstore rw,user_id=0\n"
-        b"broken\n"
-    )
-    mounts = mountinfo.parse(text)
-    assert mounts == [(22, "0:20", "/sys", "sysfs"), (42, "0:39", "/mnt/a b\\\udcff", "fuse.kvstore")]
-    assert mounts[1].minor == 39
-    proc = mountinfo.find("/proc/")
-    assert proc is not None
-    assert proc.fs_type == "proc"
-    assert mountinfo.find("/proc/self") is None
-
-
-def test_holders(tmp_path: Path) -> None:
-    """By the file system under the test's directory: whoever has a file of it open holds that mount."""
-    path = tmp_path
-    while mountinfo.find(str(path)) is None:
-        path = path.parent
-    (tmp_path / "f").write_bytes(bytes(8192))
-    script = (
-        "import mmap, sys, time; f = open('f', 'rb'); m = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ); m[0];"
-        "print(flush=True); time.sleep(60)"
-    )
-    child = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stdout=subprocess.PIPE)
-    try:
-        assert child.stdout is not None
-        assert child.stdout.read(1) == b"\n"
-        there = mountinfo.find(str(path))
-        assert there is not None
-        uses = list(holders._uses(child.pid, there.device))
-        assert f"working directory {tmp_path}" in uses
-        assert f"fd 3 ({tmp_path}/f)" in uses
-        assert f"map of {tmp_path}/f" in uses
-        found = {h.pid: h for h in holders.holders(str(path))}
-        assert found[child.pid].command.startswith("python")
-        assert f"and {len(uses) - 1} more" in found[child.pid].what
-    finally:
-        child.kill()
-        child.communicate()
-
-
-def test_describing_holders() -> None:
-    assert holders.holders("/nowhere") == []
-    assert holders.describe([]) == "its holder is gone or hidden"
-    many = [holders.Holder(i, "cat", "fd 3 (/m/x)") for i in range(6)]
-    assert holders.describe(many[:1]) == "held by cat[0]: fd 3 (/m/x)"
-    assert holders.describe(many).endswith("cat[3]: fd 3 (/m/x), and 2 processes more")
-
-
-# The admin socket.
-
-
-@pytest.fixture
-def port(ticking: tuple[Loop, list[float]]) -> Iterator[tuple[Loop, int]]:
-    number = 2_000_000_000 + os.getpid()
-    with closing(AdminPort(ticking[0], number, lambda question, answer: answer({"echo": question}))):
-        yield ticking[0], number
-
-
-def connected(made: Loop, number: int) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sock.settimeout(WAIT_S)
-    sock.connect(adminport.address(number))
-    run(made)
-    return sock
-
-
-def test_questions_and_answers(port: tuple[Loop, int]) -> None:
-    with connected(*port) as sock:
-        for verb in ("a", "b"):
-            sock.send(json.dumps({"verb": verb}).encode())
-            run(port[0])
-            assert json.loads(sock.recv(4096)) == {"echo": {"verb": verb}}
-
-
-@pytest.mark.parametrize("garbage", [b"\xff\x00", b"{", b"[1]", b"null"])
-def test_garbage_ends_that_connection_only(port: tuple[Loop, int], garbage: bytes) -> None:
-    with connected(*port) as good, connected(*port) as bad:
-        bad.send(garbage)
-        run(port[0])
-        assert bad.recv(4096) == b""
-        good.send(b"{}")
-        run(port[0])
-        assert json.loads(good.recv(4096)) == {"echo": {}}
-
-
-def test_connections_are_bounded(port: tuple[Loop, int]) -> None:
-    socks = [connected(*port) for _ in range(adminport.MAX_CONNECTIONS + 1)]
-    assert socks[0].recv(10) == b""
-    socks[-1].send(b"{}")
-    run(port[0])
-    assert socks[-1].recv(4096)
-    for sock in socks:
-        sock.close()
-    run(port[0])
-
-
-def test_other_users_are_sent_away(port: tuple[Loop, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adminport, "_PEER", _Peer())
-    with connected(*port) as sock:
-        assert sock.recv(10) == b""
-
-
-class _Peer:
-    """Credentials of a stranger."""
-
-    size = 12
-
-    def unpack(self, data: bytes) -> tuple[int, int, int]:
-        return 1, os.geteuid() + 4711, 1
-
-
-def test_an_address_is_taken_once(port: tuple[Loop, int]) -> None:
-    with pytest.raises(OSError, match="in use") as caught:
-        AdminPort(port[0], port[1], lambda question, answer: None)
-    assert caught.value.errno == errno.EADDRINUSE
