@@ -208,8 +208,9 @@ class Staging:
     async def expire(self, sessions: Sessions, now_s: float) -> None:
         """Drop what sessions that are over left behind."""
         over = [s for s in self._by_session if s != PRIVATE and sessions.is_over(s, now_s)]
-        for staged in [f for session in over for f in self._by_session[session].values() if not f.busy]:
-            await self.drop(staged)
+        for staged in [f for session in over for f in self._by_session[session].values()]:
+            if not staged.busy:  # sealed or aborted, be it while the ones before were dropped
+                await self.drop(staged)
 
     async def drop(self, staged: Staged) -> None:
         """`abort` where nobody waits for the result."""

@@ -27,7 +27,7 @@ from tests.support.puts import Put, get
 from tests.support.versions import Version
 
 DEADLINE_S: Final = 2.0
-SLACK_S: Final = 2.0
+SLACK_S: Final = 3.0
 """The keeper looks at its clocks and the process gives signs of life once a second."""
 AWAY: Final = {"EIO", "ETIMEDOUT"}
 

@@ -47,13 +47,14 @@ class Actor:
         try:
             self._ours.send(requests)
             if not self._ours.poll(timeout_s):
-                self.end()
                 raise Hung(f"{self.name} hangs in {requests}")
             return self._ours.recv()  # type: ignore[no-any-return]
         except (EOFError, BrokenPipeError):
-            status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            self.pid = 0
-            raise AssertionError(f"{self.name} ended with {status} in {requests}") from None
+            self.end()
+            raise AssertionError(f"{self.name} died in {requests}") from None
+        except BaseException:  # an answer that comes too late must not be taken for the next one
+            self.end()
+            raise
 
     def end(self) -> None:
         """Whatever it does, and again. One that hangs in the kernel is left to whoever unmounts."""

@@ -25,6 +25,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.msync.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _PROT_READ, _PROT_WRITE, _MAP_SHARED, _MAP_PRIVATE, _MS_SYNC = 1, 2, 1, 2, 4
 _AT_CWD: Final = -100
@@ -82,6 +83,10 @@ class Map:
     def sync(self) -> None:
         if _libc.msync(self._address, self._size, _MS_SYNC) != 0:
             raise _last_error()
+
+    def protect(self, protection: int) -> int:
+        """mprotect(2); its errno, 0 when it is done."""
+        return ctypes.get_errno() if _libc.mprotect(self._address, self._size, protection) else 0
 
     def close(self) -> None:
         _libc.munmap(self._address, self._size)
@@ -222,7 +227,8 @@ def flock(side: Side, handle: int, operation: int) -> None:
 
 
 def lock_range(side: Side, handle: int, operation: int, start: int, length: int) -> None:
-    fcntl.lockf(side.fds[handle], operation | fcntl.LOCK_NB, length, start)
+    patient = operation == fcntl.LOCK_UN
+    fcntl.lockf(side.fds[handle], operation if patient else operation | fcntl.LOCK_NB, length, start)
 
 
 # ---- the calls: names ----

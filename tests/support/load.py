@@ -37,8 +37,9 @@ class Tally(NamedTuple):
 
 
 def prepare(directory: Path) -> None:
-    """The directory and the stable keys in it."""
+    """The directory, one for temporary files, and the stable keys in it."""
     directory.mkdir()
+    (directory / ".tmp").mkdir()
     luck = random.Random(0)
     for key in STABLE:
         put(directory, key, content(key, 0, 0, STABLE_BYTES), luck)
@@ -67,7 +68,7 @@ def start_all(crew: Crew, directory: Path) -> list[Member[Tally]]:
     """Six processes: two put, one gets, one looks about, one edits ordinary files, one reads through maps."""
     actions = {
         "put": putting(directory, 100),
-        "put too": putting(directory, 101),
+        "put by way of a directory": putting(directory, 101, ".tmp/{}.data"),
         "get": getting(directory),
         "look": looking(directory),
         "edit": editing(directory),
@@ -81,13 +82,13 @@ def expect(found: object, wanted: object) -> None:
         raise AssertionError(f"{found} instead of {wanted}")
 
 
-def putting(directory: Path, key: int) -> Action:
+def putting(directory: Path, key: int, temporary: str = "{}.tmp") -> Action:
     """Alone with its key: what was put is there, and is this turn's."""
     luck = random.Random(key)
 
     def action(turn: int) -> None:
         length_bytes = luck.randrange(50_000, MAX_PUT_BYTES)
-        put(directory, key, content(key, 0, turn, length_bytes), luck)
+        put(directory, key, content(key, 0, turn, length_bytes), luck, temporary)
         expect(get(directory, key), Version(key, 0, turn, length_bytes))
 
     return action

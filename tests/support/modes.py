@@ -12,6 +12,9 @@ from tests.support.mounts import Mount, mounted
 
 MODES: Final = ("plain", "passthrough")
 
+DEAD_TICKS: Final = 200
+"""Nobody is killed here: a machine that is busy for some seconds must not look like a death, whose names are gone."""
+
 
 def mode_options(mode: str) -> tuple[str, ...]:
     """What `kvstore mount` is told."""
@@ -31,7 +34,7 @@ class Pair(NamedTuple):
 def mounted_pair(root: Path, mode: str, *, capacity: str = "1GiB", settings_b: str = "") -> Iterator[Pair]:
     """`capacity` of each worker's volume; `settings_b`: TOML for the second mount."""
     with (
-        Cluster(root, workers=2, capacity=capacity) as cluster,
+        Cluster(root, workers=2, capacity=capacity, dead_ticks=DEAD_TICKS) as cluster,
         mounted(cluster, root / "a", cluster.workers[0], *mode_options(mode)) as a,
         mounted(cluster, root / "b", cluster.workers[1], *mode_options(mode), settings=settings_b) as b,
     ):

@@ -35,6 +35,8 @@ class Copy:
     temporary: bool
     parked: Path | None
     handles: int = 0
+    superseded: bool = False
+    """A later version has taken its temporary name over: whether it still counts as a name of this one is open."""
 
     @property
     def is_hidden(self) -> bool:
@@ -81,10 +83,13 @@ class Promise:
         refused = here.is_file() and (flags & (os.O_CREAT | os.O_EXCL)) == os.O_CREAT | os.O_EXCL
         if refused or flags & os.O_DIRECTORY or not (creates or here.is_file()):
             return as_it_is, Opened()
+        if creates and not writes and not is_temporary(path):  # it reads the empty version that everybody sees
+            self._make(path, mode)
+            return call(fsops.open_file, handle, path, flags & ~os.O_EXCL), Opened()
         if not creates and not writes:
             return as_it_is, Opened(self._version_to_read(path))
         make = self._version_to_write if is_temporary(path) else self._copy_to_write
-        copy = make(path, flags, mode & ~UMASK)
+        copy = make(path, flags, mode)
         in_place = flags & ~(os.O_CREAT | os.O_EXCL)
         return call(fsops.open_file, handle, str(copy.parked), in_place, mode), Opened(copy, writes)
 
@@ -126,14 +131,18 @@ class Promise:
     def _copy_to_write(self, path: str, _: int, mode: int) -> Copy:
         here = self.tree / path
         if not here.exists():
-            here.touch()
-            here.chmod(mode)
+            self._make(path, mode)
         copy = self._find(path)
         if copy is None:
             copy = Copy(path, False, self._new_path())
             shutil.copy2(here, str(copy.parked))
             self.copies.append(copy)
         return copy
+
+    def _make(self, path: str, mode: int) -> None:
+        """An empty file that everybody sees."""
+        (self.tree / path).touch()
+        (self.tree / path).chmod(mode & ~UMASK)
 
     def _version_to_read(self, path: str) -> Copy | None:
         if not is_temporary(path):
@@ -147,6 +156,7 @@ class Promise:
     def _version_to_write(self, path: str, flags: int, mode: int) -> Copy:
         here, parked = self.tree / path, self._new_path()
         parked.touch()
+        mode &= ~UMASK
         if here.exists():
             self._differs("temporary name written again")
             self.rewritten.add(path)
@@ -166,6 +176,7 @@ class Promise:
             return
         for other in [c for c in self.copies if c.name == copy.name and not c.is_hidden]:
             self._lose(other)
+            other.superseded = True
         os.replace(copy.parked, self.tree / copy.name)
         copy.parked = None
 
@@ -203,7 +214,7 @@ class Promise:
         here, there = self.tree / source, self.tree / target
         if is_temporary(source) or not is_temporary(target):
             return as_it_is
-        inside = target.startswith(f"{source}/")
+        inside = source == "." or target.startswith(f"{source}/")
         taken = os.path.lexists(there) and (flags or here.is_dir())
         if inside or taken or not os.path.lexists(here) or not there.parent.is_dir():
             return as_it_is  # refused before anybody looks at the name

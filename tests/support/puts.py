@@ -12,15 +12,22 @@ from tests.support.versions import Version, checked, content
 
 
 class Put:
-    """One put of key 0, step by step: two writes of one half each."""
+    """One put of key 0, step by step: two writes of one half each. `temporary` is its name until it is whole."""
 
-    def __init__(self, directory: Path, writer: int, flags: int = os.O_TRUNC, length_bytes: int = 0) -> None:
-        self.directory, self.flags, self.fd = directory, flags, -1
+    def __init__(
+        self,
+        directory: Path,
+        writer: int,
+        flags: int = os.O_TRUNC,
+        length_bytes: int = 0,
+        temporary: str = "0.tmp",
+    ) -> None:
+        self.final, self.temporary, self.flags, self.fd = directory / "0.data", directory / temporary, flags, -1
         self.data = content(0, writer, 0, length_bytes or 9000 + 5000 * writer)
 
     def steps(self) -> Iterator[str]:
         """Does one step after the other; yields its name when it is done."""
-        self.fd = os.open(self.directory / "0.tmp", os.O_WRONLY | os.O_CREAT | self.flags, 0o644)
+        self.fd = os.open(self.temporary, os.O_WRONLY | os.O_CREAT | self.flags, 0o644)
         yield "open"
         half = len(self.data) // 2
         os.write(self.fd, self.data[:half])
@@ -29,13 +36,16 @@ class Put:
         yield "written"
         os.close(self.fd)
         yield "closed"
-        os.rename(self.directory / "0.tmp", self.directory / "0.data")
+        os.rename(self.temporary, self.final)
         yield "renamed"
 
 
-def put(directory: Path, key: int, data: bytes, luck: random.Random) -> None:
-    """In one to five writes, with or without O_TRUNC. One that fails takes its temporary file away, like LMCache's."""
-    temporary = directory / f"{key}.tmp"
+def put(directory: Path, key: int, data: bytes, luck: random.Random, name: str = "{}.tmp") -> None:
+    """In one to five writes, with or without O_TRUNC. One that fails takes its temporary file away, like LMCache's.
+
+    `name`: of the temporary file; ``.tmp/{}.data`` for LMCache's relative_tmp_dir.
+    """
+    temporary = directory / name.format(key)
     try:
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | luck.choice((0, os.O_TRUNC)), 0o644)
         try:

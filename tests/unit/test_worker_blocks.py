@@ -13,8 +13,10 @@ import pytest
 from kvstore.core.errors import Corrupt, InvalidRequest, KvError, NoSpace, NotFound, Stale, TooLarge
 from kvstore.core.hashing import hash_block
 from kvstore.core.types import Address, BlockId
+from kvstore.worker.block import Block
 from kvstore.worker.books import Books
 from kvstore.worker.disk import Disk
+from kvstore.worker.staging import Staged
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.worker_kit import KIB, MIB
@@ -239,6 +241,7 @@ async def test_the_cap_holds_under_concurrent_stagers(tmp_path: Path) -> None:
 
         async def write_many(session: int) -> None:
             nonlocal peak
+            worker.sessions.enter(session)  # it lives, however slow this machine is
             for _ in range(6):
                 await kit.put(worker, os.urandom(100_000 + 1000 * session), session)
                 await kit.check_books(worker)
@@ -247,6 +250,24 @@ async def test_the_cap_holds_under_concurrent_stagers(tmp_path: Path) -> None:
         await asyncio.gather(*(write_many(s) for s in range(1, 17)))
         assert peak > 3 * MIB, "it was really full"
         assert worker.counters.evictions > 0
+
+
+async def test_what_is_sealed_while_its_session_expires_is_not_dropped(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = await kit.stage(worker, b"left behind"), await kit.stage(worker, b"data")
+    drop, sealed = worker.staging.drop, list[Block]()
+
+    async def drop_slowly(staged: Staged) -> None:
+        sealed.append(await worker.sealer.seal(second, None))
+        await drop(staged)
+
+    monkeypatch.setattr(worker.staging, "drop", drop_slowly)
+    await worker.staging.expire(worker.sessions, worker.runtime.monotonic_s() + worker.settings.session_grace_s)
+    assert await kit.get(worker, sealed[0].address) == b"data"
+    assert len(sealed) == 1, "only the first was dropped"
+    with pytest.raises(NotFound):
+        worker.staging.find(1, first.handle)
 
 
 async def test_the_coldest_goes_first(tmp_path: Path) -> None:
