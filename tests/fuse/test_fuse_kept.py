@@ -53,7 +53,7 @@ def moved_away(path: Path) -> None:
 
 GOINGS: Final = [unlinked, replaced_by_a_put, replaced_by_a_rename, written_over, moved_away]
 NAMELESS: Final = (unlinked, replaced_by_a_put, replaced_by_a_rename)
-"""After these the kernel knows that the open file has no link any more; a close that replaces it is not its business."""
+"""After these the kernel knows that the open file has no link any more. Of a close that replaces it it is not told."""
 
 
 @pytest.mark.parametrize("goes", GOINGS, ids=lambda goes: goes.__name__)

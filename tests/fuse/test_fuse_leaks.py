@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -193,6 +194,7 @@ def test_hand_overs_leave_nothing(nodes: list[Running], tmp_path: Path) -> None:
         working = crew.start(cycles_until, node.mount / "cycles", crew.stop)
         for _ in range(KILLS):
             kill_fs(node.mount.path)
+            time.sleep(0.3)  # its successor does some work
         crew.call_off()
         working.join(30)
         settle([node])

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from hypothesis import note
+from hypothesis import currently_in_test_context, note
 from hypothesis.stateful import RuleBasedStateMachine, invariant
 
 from tests.support import fsops
 from tests.support.actor import Actor
 from tests.support.fsops import Attributes, Bytes, Call, Failed, call
-from tests.support.modes import Pair
+from tests.support.modes import Pair, mounted_pair
 from tests.support.promise import Opened, Promise, is_temporary
 
 ACTORS: Final = 3
 FILES: Final = ("a", "b", "d/a", "d/b", "e/a", "x.tmp", "y.tmp", "d/x.tmp", "d/y.tmp", ".tmp/a")
 DIRECTORIES: Final = ("d", "e", "d/e", ".tmp", "e.tmp")
 ODD: Final = ("none/a", "a/b", "b/x.tmp", ".")
-START: Final = ("a", "d/a", "d/b", "x.tmp", ".tmp/a")
+START: Final = ("a", "d/a", "x.tmp")
 """Files that are there when an example begins."""
 
 
@@ -71,6 +72,17 @@ class World:
     def close(self) -> None:
         for actor in self.actors:
             actor.end()
+
+
+@contextmanager
+def shared_world(root: Path, mode: str, differences: dict[str, str]) -> Iterator[World]:
+    """The first mount remembers entries for the usual time; what the other shows is asked for each time."""
+    with mounted_pair(root, mode, settings_b='[client]\nmetadata_ttl = "0s"\n') as pair:
+        world = World(pair, root / "plain", differences)
+        try:
+            yield world
+        finally:
+            world.close()
 
 
 class SideBySide(RuleBasedStateMachine):
@@ -125,7 +137,7 @@ class SideBySide(RuleBasedStateMachine):
             answer, expected = self.ask(actor, (side, wanted))[0], promised
         else:
             answer, expected = self.ask(actor, (side, wanted), ("plain", promised))
-        note(f"{actor} {side} {wanted}: {short(answer)}" + (f"  [{promised}]" if promised is not wanted else ""))
+        tell(f"{actor} {side} {wanted}: {short(answer)}" + (f"  [{promised}]" if promised is not wanted else ""))
         answer, expected = seen(answer), seen(expected)
         self.broken = self.broken or answer != expected
         assert answer == expected, f"{wanted} on {side}: {short(answer)}, should be {short(expected)}"
@@ -182,6 +194,21 @@ class SideBySide(RuleBasedStateMachine):
         self.step(handle.actor, call(fsops.close, handle.number), side=handle.side)
         self.promise.closed(handle.opened)
 
+    def duplicate(self, handle: Handle) -> Handle:
+        copy = Handle(next(self.numbers), handle.actor, handle.side, handle.access, handle.opened)
+        self.step(handle.actor, call(fsops.dup, handle.number, copy.number), side=handle.side)
+        handle.opened.fds += 1
+        self.handles.append(copy)
+        return copy
+
+    def cut(self, actor: int, path: str, size: int) -> None:
+        """truncate(2)"""
+        promised, opened = self.promise.truncate(path, size)
+        answer = self.step(actor, call(fsops.truncate, path, size), promised)
+        self.promise.opened(opened, failed=isinstance(answer, Failed))
+        if not isinstance(answer, Failed):
+            self.promise.closed(opened)
+
     @invariant()
     def follow_scans(self) -> None:
         for scan in self.scans:
@@ -211,6 +238,15 @@ class SideBySide(RuleBasedStateMachine):
             assert handle is not None
             self.step(0, call(fsops.write, handle.number, self.data(5000)))
             self.close(handle)
+
+
+def attribute_setter(mode: int, mtime_ns: int, times: bool) -> Callable[[Path], None]:
+    return lambda path: os.utime(path, ns=(mtime_ns, mtime_ns)) if times else path.chmod(mode)
+
+
+def tell(line: str) -> None:
+    """Printed with the failure of a Hypothesis test; a failure of another test prints it as it is."""
+    (note if currently_in_test_context() else print)(line)
 
 
 def short(answer: Any) -> str:

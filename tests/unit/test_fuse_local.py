@@ -32,8 +32,7 @@ def test_while_a_name_is_contested_each_look_up_has_a_number_of_its_own() -> Non
     file = closed_version(local)
     assert local.shown(KEY, 0.0) == (file, file.inode)
     local.contested(KEY, 0.0)
-    shown = [local.shown(KEY, 0.1) for _ in range(3)]
-    numbers = [number for _, number in shown if _ is file] if all(shown) else []
+    numbers = [shown[1] for shown in (local.shown(KEY, 0.1) for _ in range(3)) if shown and shown[0] is file]
     assert len({*numbers, file.inode}) == 4
     assert all(local.get(number) is file for number in numbers)
     first, second = (local.rewrite(file, number, 0, 0.2) for number in numbers[:2])
