@@ -17,7 +17,7 @@ from kvstore.fuse.localfile import LocalFile
 from kvstore.fuse.names import NO_STATE, State, TempPatterns
 from kvstore.fuse.ops import Parts
 from kvstore.fuse.publishing import Publisher
-from kvstore.fuse.saved import NOTHING_SAVED, Facts, Saved, SavedState
+from kvstore.fuse.saved import NOTHING_SAVED, DirectoryRecord, Facts, Saved, SavedState
 from kvstore.fuse.sealed import SealedFiles
 from kvstore.fuse.space import Space
 from kvstore.fuse.staging import StagingArea
@@ -32,6 +32,9 @@ def build(
     mount = config.mount
     numbers = Numbers(facts.root.inode, keeper.inheritance.generation if keeper else 0)
     tree = _tree(config, master, facts.root, runtime)
+    tree.cache.on_directory = lambda cached: saved.directory(
+        cached.entry.inode, DirectoryRecord(cached.entry, cached.key)
+    )
     local, sealed = LocalFiles(numbers, saved), SealedFiles(client.blocks, runtime)
     if isinstance(saved, SavedState):
         saved.state_of = lambda file: _state_of(local, file)

@@ -213,6 +213,7 @@ class Changes:
         opened = self._sealed.get(entry.inode)
         if opened is not None:
             opened.removed = True
+            self._saved.removed(entry.inode, still_open=True)
 
     async def _unname(self, file: LocalFile) -> None:
         file.key = None

@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 _ACCESS: Final = os.O_ACCMODE
 OUTDATED_S: Final = 0.5
 """The kernel's second try comes at once."""
+PIN_TRIES: Final = 8
+"""Versions that may be replaced one after the other while a look-up tries to hold one."""
+PIN_S: Final = 2 * HAND_SHAKE_S
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +78,8 @@ class Files:
         self._backing: Backing = area.backing
         self._saved, self._runtime, self._direct_io = saved, runtime, direct_io
         self.handles: HandleTable[Handle] = HandleTable()
-        self._outdated: Recently[Key] = Recently(OUTDATED_S)
+        self._contended: Recently[Key] = Recently(OUTDATED_S)
+        self._pinned: Recently[int] = Recently(HAND_SHAKE_S)
 
     async def create(
         self, key: Key, temporary: bool, mode: int, flags: int, uid: int, gid: int
@@ -105,7 +109,7 @@ class Files:
             cached = self._tree.cache.by_inode(inode)
             self._local.want(inode, cached.key if cached else None, self._runtime.monotonic_s())
             raise Stale("to be written: look it up again")
-        return self._hand_out(await self._open_sealed(await self._entry_to_read(inode)))
+        return self._hand_out(await self._open_to_read(inode))
 
     async def read(self, number: int, offset: int, size_bytes: int) -> bytes | memoryview:
         file = self.handles.get(number).file
@@ -125,6 +129,8 @@ class Files:
         self._check_exchangeable(file)
         await self._area.truncate(file, size_bytes)
         self._saved.touch(file)
+        if not file.temporary and file.handles == 0:  # by path, and no close will come
+            await self._publisher.flush(file)
 
     async def flush(self, number: int) -> None:
         """A close(), of this or of a duplicate."""
@@ -150,6 +156,8 @@ class Files:
         self._saved.handle(number, None)
         if isinstance(handle.file, SealedFile):
             self._sealed.release(handle.file)
+            if handle.file.removed and handle.file.handles == 0:
+                self._saved.removed(handle.file.entry.inode, still_open=False)
         else:
             await self._close(handle.file, handle.number, handle.writes)
 
@@ -201,6 +209,7 @@ class Files:
         else:
             there = await self._publisher.create(file, exclusive=exclusive)
         if there is None:
+            await self._prepare(file, truncate=True)
             return
         if exclusive:
             raise AlreadyExists("somebody else made it just now")
@@ -215,7 +224,11 @@ class Files:
     async def _open_local(self, number: int, flags: int, writes: bool) -> Opened:
         file = self._local.get(number)
         if file is None:
-            raise Stale("this version of the file is gone")
+            self._local.contested(self._local.former_key(number), self._runtime.monotonic_s())
+            file = self._local.private_version(number, self._runtime.wall_ns()) if writes else None
+            if file is None:
+                raise Stale("this version of the file is gone")
+            return await self._hand_out_written(file, number, flags, truncate=False)
         if not writes:
             return await self._open_local_to_read(file, number, flags)
         if file.temp_key is not None and not file.is_expected(self._runtime.monotonic_s()):
@@ -257,12 +270,19 @@ class Files:
         """
         key, now_s = found.temp_key, self._runtime.monotonic_s()
         if found.key != key or key is None:
-            raise Stale("renamed meanwhile: look it up again")
+            self._local.contested(key, now_s)
+            fresh = self._local.private_version(number, self._runtime.wall_ns())
+            if fresh is None:
+                raise Stale("renamed meanwhile: look it up again")
+            return fresh, False
         if self._local.temps.is_open(key, found) and not found.looked_up:
             return found, bool(flags & os.O_TRUNC)  # its writer opens his own descriptor again (/proc/self/fd)
         if not self._local.temps.is_ready(key, found) or self._local.is_open(number):
             self._local.contested(key, now_s)
-            raise Stale("another writer was quicker: look it up again")
+            fresh = self._local.private_version(number, self._runtime.wall_ns())
+            if fresh is None:
+                raise Stale("another writer was quicker: look it up again")
+            return fresh, False
         fresh = self._local.rewrite(found, number, self._runtime.wall_ns(), now_s)
         appends = bool(flags & os.O_APPEND) or (flags & _ACCESS) == os.O_RDWR
         if appends and not flags & os.O_TRUNC and found.size_bytes:
@@ -303,20 +323,38 @@ class Files:
                 self._tree.unreadable.add(fresh.key, self._tree.now_s())
             raise NotFound(f"no replica can be read: {error.message}", reason=error.reason) from None
 
-    async def _entry_to_read(self, inode: int) -> Cached:
-        """Raises Stale for an outdated number: the kernel looks the name up again, once. A name that is outdated again
-        right after that is a miss (its caller would see ESTALE).
+    def is_contended(self, key: Key) -> bool:
+        """Whether an open of this name came too late for the number that its look-up was answered."""
+        return self._contended.has(key, self._tree.now_s())
+
+    async def pin(self, key: Key, cached: Cached) -> Cached:
+        """Hold the block of what a look-up is about to answer, so that the open that follows cannot be too late again:
+        the kernel tries only once more.
         """
-        known = self._tree.cache.by_inode(inode)
+        for _ in range(PIN_TRIES):
+            try:
+                file = await self._sealed.open(cached.entry)
+            except (*MISSES, Stale):
+                self._tree.cache.forget_inode(cached.entry.inode)
+                cached = await self._tree.by_name(key)
+                continue
+            asyncio.get_running_loop().call_later(PIN_S, self._sealed.release, file)
+            self._pinned.add(file.entry.inode, self._tree.now_s())
+            break
+        return cached
+
+    async def _open_to_read(self, inode: int) -> SealedFile:
+        """Raises Stale for an outdated number: the kernel looks the name up again, once, and that look-up is pinned."""
+        pinned = self._sealed.get(inode)
+        if pinned is not None and not pinned.is_behind and self._pinned.has(inode, self._tree.now_s()):
+            pinned.handles += 1
+            return pinned
+        key = self._tree.cache.last_key(inode)
         try:
-            return await self._tree.by_inode(inode)
+            return await self._open_sealed(await self._tree.by_inode(inode))
         except Stale:
-            now_s = self._tree.now_s()
-            if known is None or known.key is None:
-                raise
-            if self._outdated.has(known.key, now_s):
-                raise NotFound("replaced faster than it can be opened", reason="stale") from None
-            self._outdated.add(known.key, now_s)
+            if key is not None:
+                self._contended.add(key, self._tree.now_s())
             raise
 
     def _hand_out(self, file: SealedFile) -> Opened:

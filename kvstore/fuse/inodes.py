@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from kvstore.core.types import LOCAL_INODE_BIT, Entry
@@ -70,6 +71,8 @@ class EntryCache:
         self._files: OrderedDict[int, Cached] = OrderedDict()
         self._directories: OrderedDict[int, Cached] = OrderedDict()
         self._names: dict[Key, int] = {}
+        self._former: OrderedDict[int, Key] = OrderedDict()
+        self.on_directory: Callable[[Cached], None] = lambda cached: None
 
     def put(self, entry: Entry, key: Key | None, now_s: float) -> Cached:
         """Remember what the master just said of `key` (None: asked by number; the name known so far stays)."""
@@ -82,6 +85,8 @@ class EntryCache:
         if key is not None:
             self._replace_name(key, entry.inode)
         cached = table[entry.inode] = Cached(entry, now_s, key)
+        if entry.is_dir and (old is None or old.key != key or old.entry.mode != entry.mode):
+            self.on_directory(cached)
         self._trim(table, MAX_DIRECTORIES if entry.is_dir else MAX_FILES)
         return cached
 
@@ -115,6 +120,8 @@ class EntryCache:
         cached = self._files.pop(inode, None) or self._directories.pop(inode, None)
         if cached and cached.key and self._names.get(cached.key) == inode:
             del self._names[cached.key]
+        if cached and cached.key:
+            self._remember(inode, cached.key)
 
     def touch(self, inode: int, now_ns: int) -> None:
         """A directory's content changed here: its times are what the master's clock says, near enough until it is
@@ -152,6 +159,18 @@ class EntryCache:
         for table in (self._files, self._directories):
             if inode in table and table[inode].key == key:
                 table[inode] = table[inode]._replace(key=None)
+        assert key is not None
+        self._remember(inode, key)
+
+    def _remember(self, inode: int, key: Key) -> None:
+        self._former[inode] = key
+        if len(self._former) > 4096:
+            self._former.popitem(last=False)
+
+    def last_key(self, inode: int) -> Key | None:
+        """The name it has, or had not long ago."""
+        cached = self.by_inode(inode)
+        return (cached.key if cached else None) or self._former.get(inode)
 
     def _trim(self, table: OrderedDict[int, Cached], limit: int) -> None:
         while len(table) > limit:

@@ -10,7 +10,7 @@ else does, and the writer sees its own bytes.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from kvstore.core.types import Entry
@@ -43,6 +43,7 @@ class LocalFiles:
         self._aliases: OrderedDict[int, LocalFile] = OrderedDict()
         self._contested: dict[Key, float] = {}
         self._wanted: dict[int, tuple[int, float]] = {}
+        self._former: OrderedDict[int, Key] = OrderedDict()
         self.by_key: dict[Key, LocalFile] = {}
         self.temps: TempNames[LocalFile] = TempNames()
 
@@ -104,10 +105,40 @@ class LocalFiles:
             return
         count, _ = self._wanted.get(inode, (0, 0.0))
         self._wanted[inode] = (count + 1, now_s + HAND_SHAKE_S)
+        self._saved.wanted(inode, count + 1)
+
+    def resume_hand_shakes(self, wanted: Mapping[int, int], now_s: float) -> None:
+        """Those of a former process: the kernel's second tries are still to come."""
+        for inode, count in wanted.items():
+            self._wanted[inode] = (count, now_s + HAND_SHAKE_S)
+        for file in self.by_key.values():
+            if file.looked_up and not file.handles:
+                _expect(file, 1, now_s + HAND_SHAKE_S)
+
+    def former_key(self, number: int) -> Key | None:
+        """Of a temporary version that is gone."""
+        return self._former.get(number)
+
+    def private_version(self, number: int, now_ns: int) -> LocalFile | None:
+        """An empty version behind a number that was given for one look-up: nobody else has it, so its open need not
+        fail, whatever became of the version that it stood for.
+        """
+        found = self._aliases.pop(number, None)
+        if found is None or found.temp_key is None:
+            return None
+        fresh = LocalFile(
+            self._numbers.new_local(), number, found.temp_key, True, found.mode, found.uid, found.gid, now_ns, now_ns,
+            temp_key=found.temp_key, looked_up=True,
+        )  # fmt: skip
+        self.add(fresh)
+        self.temps.opened(found.temp_key, fresh)
+        return fresh
 
     def expected(self, key: Key, entry: Entry, now_s: float) -> LocalFile | None:
         """The local file that a look-up of `key`, which leads to `entry`, must answer instead; None as a rule."""
         count, until_s = self._wanted.pop(entry.inode, (0, 0.0))
+        if count:
+            self._saved.wanted(entry.inode, 0)
         file = self.by_key.get(key)
         if count and now_s < until_s:
             file = file or self._from_entry(key, entry)
@@ -182,6 +213,10 @@ class LocalFiles:
             self.temps.remove(file.key, file)
         self.detach(file)
         self._files.pop(file.inode, None)
+        if file.temp_key is not None:
+            self._former[file.inode] = file.temp_key
+            if len(self._former) > MAX_ALIASES:
+                self._former.popitem(last=False)
         self._saved.remove(file)
 
     def abandoned(self, now_s: float) -> Iterator[LocalFile]:
@@ -192,6 +227,7 @@ class LocalFiles:
         for inode, (_, until_s) in list(self._wanted.items()):
             if now_s >= until_s:
                 del self._wanted[inode]
+                self._saved.wanted(inode, 0)
         for key, until_s in list(self._contested.items()):
             if now_s >= until_s:
                 del self._contested[key]

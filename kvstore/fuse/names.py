@@ -7,17 +7,17 @@ renames finds a whole version:
 =================== ==================== ========================================= ==========
 the kernel asks     only open versions   a closed version                          none
 =================== ==================== ========================================= ==========
-LOOKUP              no such name         the first closed one                      no such name
+LOOKUP              no such name         the one that was flushed last             no such name
 CREATE              a new version        a new version                             a new version
 OPEN to write       –                    the number gets a fresh file, the closed  –
                                          bytes move to a fresh number
 RENAME to another   the oldest           the one the last LOOKUP answered, else    no such name
-                                         the first closed one
+                                         the one that was flushed last
 =================== ==================== ========================================= ==========
 
-"First closed" is the oldest, with one exception: bytes that moved because somebody opened the name to write are
-*superseded* and come last. They only serve the writer whose rename comes second. Were they first, a process that died
-in the middle of a put, started again and wrote the same temporary name would publish the torn file of its first life.
+Flushed last, because whoever renames has just closed: what a writer left behind that died in the middle of its put is
+older. Bytes that moved because somebody opened the name to write are *superseded* and come after all others; they only
+serve the writer whose rename comes second.
 
 Everything here is pure: time comes in, what is to be dropped goes out.
 """
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 SUPERSEDED_TTL_S: Final = 10.0
@@ -84,7 +84,7 @@ V = TypeVar("V", bound=Version)
 
 
 class _Slot(Generic[V]):
-    """One name: its versions by state, each list in the order in which LOOKUP and RENAME take from it.
+    """One name: its versions by state.
 
     FLUSH comes before RELEASE, and a rename may overtake the RELEASE; so flushed versions are ready too. But a FLUSH
     also comes when a forked child closes what it inherited in the middle of a write; so versions that were released go
@@ -97,6 +97,8 @@ class _Slot(Generic[V]):
         self.closed: list[tuple[V, float]] = []
         self.superseded: list[tuple[V, float]] = []
         """Newest first."""
+        self.flushes: dict[int, int] = {}
+        """id of a version → rank of its last FLUSH."""
         self.answered: int = 0
         """Inode number that the last LOOKUP answered."""
 
@@ -104,7 +106,25 @@ class _Slot(Generic[V]):
         return bool(self.open or self.ready())
 
     def ready(self) -> list[V]:
-        return [*(v for v, _ in self.closed), *self.flushed, *(v for v, _ in self.superseded)]
+        closed, flushed = self._newest_first(v for v, _ in self.closed), self._newest_first(self.flushed)
+        return [*closed, *flushed, *(v for v, _ in self.superseded)]
+
+    def _newest_first(self, versions: Iterable[V]) -> list[V]:
+        return sorted(versions, key=lambda v: self.flushes.get(id(v), 0), reverse=True)
+
+    def was_flushed(self, version: V) -> None:
+        self.flushes[id(version)] = max(self.flushes.values(), default=0) + 1
+
+    def take(self, version: V) -> None:
+        """It leaves. Bytes are taken newest first, times to live oldest first: under constant use of a name the oldest
+        bytes would expire otherwise, and the rename that is due for them would find none.
+        """
+        times = sorted((t for _, t in (*self.closed, *self.superseded)), reverse=True)
+        self.remove(version)
+        timed = {id(v) for v, _ in (*self.closed, *self.superseded)}
+        rank = {id(v): times[i] for i, v in enumerate(v for v in self.ready() if id(v) in timed)}
+        self.closed = [(v, rank[id(v)]) for v, _ in self.closed]
+        self.superseded = [(v, rank[id(v)]) for v, _ in self.superseded]
 
     def state_of(self, version: V) -> State:
         if any(v is version for v in self.open):
@@ -153,6 +173,7 @@ class TempNames(Generic[V]):
         if self.is_open(key, version):
             self._slots[key].remove(version)
             self._slots[key].flushed.append(version)
+            self._slots[key].was_flushed(version)
 
     def is_open(self, key: Key, version: V) -> bool:
         slot = self._slots.get(key)
@@ -173,6 +194,8 @@ class TempNames(Generic[V]):
         if not any(v is version for v, _ in slot.superseded):
             slot.remove(version)
             slot.closed.append((version, now_s))
+            if id(version) not in slot.flushes:
+                slot.was_flushed(version)
 
     def rewritten(self, key: Key, old: V, fresh: V, now_s: float) -> None:
         """Somebody opened closed `old` to write: `fresh` is open in its place, the bytes of `old` are superseded."""
@@ -189,6 +212,8 @@ class TempNames(Generic[V]):
     def restore(self, key: Key, version: V, state: State) -> None:
         """Put it where `state_of` said it was. Within one state in order of time."""
         slot = self._slots.setdefault(key, _Slot())
+        if state.name in ("flushed", "closed"):
+            slot.was_flushed(version)
         if state.name == "open":
             slot.open.append(version)
         elif state.name == "flushed":
@@ -210,7 +235,8 @@ class TempNames(Generic[V]):
     def remove(self, key: Key, version: V) -> None:
         slot = self._slots.get(key)
         if slot:
-            slot.remove(version)
+            slot.take(version)
+            slot.flushes.pop(id(version), None)
             self._tidy(key, slot)
 
     def unlink(self, key: Key) -> list[V]:

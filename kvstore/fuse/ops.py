@@ -110,6 +110,8 @@ class Operations(NotOffered):
             return self._attributes.of_local(writer)
         try:
             cached = await self._tree.by_name(key)
+            if not cached.entry.is_dir and self._files.is_contended(key):
+                cached = await self._files.pin(key, cached)
         except NotFound:
             raise pyfuse3.FUSEError(errno.ENOENT) from None
         expected = self._local.expected(key, cached.entry, self._tree.now_s())

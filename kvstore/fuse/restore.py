@@ -36,16 +36,39 @@ async def restore(
     while nobody served was told EIO: what nobody has open any more is dropped, unless it was whole.
     """
     operations.repeats = Repeats(taken.table.again)
+    for known in recovered.directories.values():
+        parts.tree.remember(known.entry, known.key)
     files: dict[int, LocalFile] = {}
     for record in recovered.files:
         files[record.id] = _file(record, taken.kept.pop(record.id, -1), blocks)
         _add(parts, files[record.id], record)
     open_now = {o.handle & _NUMBER for o in taken.table.opens}
+    _restore_handles(parts, files, recovered, open_now)
+    _restore_listings(operations, parts, recovered, open_now)
+    for id_, fd in taken.kept.items():
+        os.close(fd)
+        parts.area.backing.drop(id_)
+    parts.local.resume_hand_shakes({i: w.count for i, w in recovered.wanted.items()}, parts.tree.now_s())
+    await _drop_unfinished(parts)
+    if worker is not None:
+        await _abort_unknown(worker, {file.staged.handle for file in files.values() if file.staged is not None})
+    parts.saved.commit()
+
+
+def _restore_handles(parts: Parts, files: dict[int, LocalFile], recovered: Recovered, open_now: set[int]) -> None:
     for number, handle in recovered.handles.items():
         if number in open_now:
             _restore_handle(parts, files, number, handle)
         else:
             parts.saved.handle(number, None)
+    for inode in recovered.removed:
+        if (opened := parts.sealed.get(inode)) is not None:
+            opened.removed = True
+        else:
+            parts.saved.removed(inode, still_open=False)
+
+
+def _restore_listings(operations: Operations, parts: Parts, recovered: Recovered, open_now: set[int]) -> None:
     for number, listing in recovered.listings.items():
         if number | DIRECTORY_BIT in open_now:
             directory = operations.listing(listing.directory)
@@ -53,13 +76,6 @@ async def restore(
             operations.directories.restore(number, directory)
         else:
             parts.saved.listing(number, None)
-    for id_, fd in taken.kept.items():
-        os.close(fd)
-        parts.area.backing.drop(id_)
-    await _drop_unfinished(parts)
-    if worker is not None:
-        await _abort_unknown(worker, {file.staged.handle for file in files.values() if file.staged is not None})
-    parts.saved.commit()
 
 
 def _file(record: FileRecord, kept_fd: int, blocks: AsyncBlocks) -> LocalFile:
@@ -107,8 +123,10 @@ def _restore_handle(parts: Parts, files: dict[int, LocalFile], number: int, reco
 
 
 async def _drop_unfinished(parts: Parts) -> None:
+    now_s = parts.tree.now_s()
     for file in parts.local.all():
-        if file.handles or (file.temporary and file.key is not None and parts.local.temps.is_ready(file.key, file)):
+        is_whole = file.temporary and file.key is not None and parts.local.temps.is_ready(file.key, file)
+        if file.handles or is_whole or file.is_expected(now_s):
             continue
         try:
             await parts.files.discard(file)

@@ -24,7 +24,7 @@ from kvstore.fuse.names import NO_STATE, State
 COMPACT_BYTES: Final = 4 * MIB
 _LENGTH_BYTES: Final = 4
 
-FACTS, FILE, HANDLE, LISTING = range(4)
+FACTS, FILE, HANDLE, LISTING, DIRECTORY, WANTED, REMOVED = range(7)
 """Kinds of records."""
 
 
@@ -86,6 +86,23 @@ class ListingRecord(msgspec.Struct, array_like=True, frozen=True):
     """The last of them: a listing goes on behind it."""
 
 
+class DirectoryRecord(msgspec.Struct, array_like=True, frozen=True):
+    """A directory that the mount knows: what it is called decides which names in it are temporary."""
+
+    entry: Entry
+    key: Key | None
+
+
+class WantedRecord(msgspec.Struct, array_like=True, frozen=True):
+    """Write-opens of a sealed file that were sent to look it up again."""
+
+    count: int
+
+
+class RemovedRecord(msgspec.Struct, array_like=True, frozen=True):
+    """An inode that is open and has no name."""
+
+
 class Recovered(NamedTuple):
     """What a former process left."""
 
@@ -93,6 +110,9 @@ class Recovered(NamedTuple):
     files: list[FileRecord]
     handles: dict[int, HandleRecord]
     listings: dict[int, ListingRecord]
+    directories: dict[int, DirectoryRecord]
+    wanted: dict[int, WantedRecord]
+    removed: set[int]
 
 
 class Saved:
@@ -107,14 +127,21 @@ class Saved:
 
     def handle(self, number: int, record: HandleRecord | None) -> None: ...
 
+    def removed(self, inode: int, still_open: bool) -> None:
+        """The name of a sealed file went: whoever has it open has a file without links."""
+
     def listing(self, number: int, record: ListingRecord | None) -> None: ...
+
+    def directory(self, inode: int, record: DirectoryRecord | None) -> None: ...
+
+    def wanted(self, inode: int, count: int) -> None: ...
 
     def commit(self) -> None:
         """From here on a successor knows."""
 
 
 NOTHING_SAVED: Final = Saved()
-R = TypeVar("R", FileRecord, HandleRecord, ListingRecord)
+R = TypeVar("R", FileRecord, HandleRecord, ListingRecord, DirectoryRecord, WantedRecord, RemovedRecord)
 _encoder = msgspec.msgpack.Encoder()
 _line = msgspec.msgpack.Decoder(tuple[int, int, msgspec.Raw])
 _NIL: Final = _encoder.encode(None)
@@ -144,6 +171,9 @@ class SavedState(Saved):
             list(self._records(FILE, FileRecord).values()),
             self._records(HANDLE, HandleRecord),
             self._records(LISTING, ListingRecord),
+            self._records(DIRECTORY, DirectoryRecord),
+            self._records(WANTED, WantedRecord),
+            set(self._records(REMOVED, RemovedRecord)),
         )
 
     def touch(self, file: LocalFile) -> None:
@@ -159,8 +189,17 @@ class SavedState(Saved):
     def handle(self, number: int, record: HandleRecord | None) -> None:
         self._put(HANDLE, number, record)
 
+    def removed(self, inode: int, still_open: bool) -> None:
+        self._put(REMOVED, inode, RemovedRecord() if still_open else None)
+
     def listing(self, number: int, record: ListingRecord | None) -> None:
         self._put(LISTING, number, record)
+
+    def directory(self, inode: int, record: DirectoryRecord | None) -> None:
+        self._put(DIRECTORY, inode, record)
+
+    def wanted(self, inode: int, count: int) -> None:
+        self._put(WANTED, inode, WantedRecord(count) if count else None)
 
     def commit(self) -> None:
         if self._touched:

@@ -64,6 +64,10 @@ class Tree:
             self._void(key)
         return self.cache.put(entry, key, self.now_s())
 
+    def remember(self, entry: Entry, key: Key | None) -> None:
+        """What a former process knew: too old to serve, unless the master is away."""
+        self.cache.put(entry, key, self.now_s() - self.cache.ttl_s)
+
     def learn_attributes(self, entry: Entry) -> Cached:
         """An entry whose attributes changed here; its names are what they were."""
         return self.cache.put(entry, None, self.now_s())

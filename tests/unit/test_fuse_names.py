@@ -73,17 +73,35 @@ def test_none() -> None:
     assert table.unlink(KEY) == []
 
 
-def test_the_first_closed_one_is_shown_and_renamed() -> None:
-    one, two = Version(1), Version(2)
-    table = names(one, two)
-    table.closed(KEY, two, 0.0)
-    table.closed(KEY, one, 1.0)
-    assert table.lookup(KEY) is two
-    assert table.to_rename(KEY) is two
-    table.remove(KEY, two)
-    assert table.to_rename(KEY) is one
-    table.remove(KEY, one)
+def test_what_was_flushed_last_is_shown_and_renamed() -> None:
+    """A writer that died in the middle of its put left something older."""
+    torn, whole = Version(1), Version(2)
+    table = names(torn, whole)
+    table.closed(KEY, torn, 0.0)
+    table.flushed(KEY, whole)
+    table.closed(KEY, whole, 1.0)
+    assert table.lookup(KEY) is whole
+    assert table.to_rename(KEY) is whole
+    table.remove(KEY, whole)
+    assert table.to_rename(KEY) is torn
+    table.remove(KEY, torn)
     assert len(table) == 0
+
+
+def test_under_constant_use_no_version_expires_before_its_rename() -> None:
+    """The newest bytes go first; the oldest would grow old beside them."""
+    table, first = names(), Version(1)
+    table.opened(KEY, first)
+    table.closed(KEY, first, 0.0)
+    for i in range(100):
+        version = Version(i + 2)
+        table.opened(KEY, version)
+        table.closed(KEY, version, float(i))
+        taken = table.to_rename(KEY)
+        assert taken is version
+        table.remove(KEY, version)
+        assert table.expire(float(i), 10.0) == []
+    assert table.all() == [first]
 
 
 def test_rename_takes_what_the_last_lookup_answered() -> None:
