@@ -5,6 +5,7 @@ the master's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
@@ -33,6 +34,8 @@ log = logging.getLogger(__name__)
 _ACCESS: Final = os.O_ACCMODE
 OUTDATED_S: Final = 0.5
 """The kernel's second try comes at once."""
+WRITER_WAIT_S: Final = 0.2
+"""So long a reader waits for the writer for whom its look-up was taken."""
 PIN_TRIES: Final = 8
 """Versions that may be replaced one after the other while a look-up tries to hold one."""
 PIN_S: Final = 2 * HAND_SHAKE_S
@@ -127,10 +130,13 @@ class Files:
     async def truncate(self, file: LocalFile, size_bytes: int) -> None:
         """Raises Stale where a reader has the bytes as a block that cannot be exchanged under it."""
         self._check_exchangeable(file)
+        if size_bytes:
+            await self._load(file)
         await self._area.truncate(file, size_bytes)
-        self._saved.touch(file)
-        if not file.temporary and file.handles == 0:  # by path, and no close will come
+        if not file.temporary and file.handles == 0:  # by path: no close will come to publish it
             await self._publisher.flush(file)
+            self._local.arrived(file)
+        self._saved.touch(file)
 
     async def flush(self, number: int) -> None:
         """A close(), of this or of a duplicate."""
@@ -167,33 +173,16 @@ class Files:
         await self._area.drop(file)
 
     async def truncate_sealed(self, inode: int, size_bytes: int) -> None:
-        """truncate(2) by path of a file that is not open for writing: a new version is published. Raises Stale when
-        that is done.
-
-        The kernel then looks the name up again and finds a file that has the length already.
+        """truncate(2) by path of a file that is not open for writing. Raises Stale: the kernel looks the name up again
+        and is led to a local file, which it truncates.
         """
         cached = await self._tree.by_inode(inode)
         if cached.entry.is_dir:
             raise IsDirectory("a directory cannot be truncated")
         if cached.entry.length_bytes == size_bytes:
             return
-        if cached.key is None:
-            raise Stale("its name is not known: look it up again")
-        now_s = self._runtime.monotonic_s()
-        self._local.want(inode, cached.key, now_s)
-        file = self._local.expected(cached.key, cached.entry, now_s)
-        if file is None:
-            raise Stale("replaced meanwhile")
-        number = file.inode
-        self._local.opened(file, number, writes=True)
-        try:
-            if size_bytes:
-                await self._load(file)
-            await self._area.truncate(file, size_bytes)
-            await self._publisher.flush(file)
-        finally:
-            await self._close(file, number, writes=True)
-        raise Stale("truncated: look it up again")
+        self._local.want(inode, cached.key, self._runtime.monotonic_s())
+        raise Stale("to be truncated: look it up again")
 
     def _writable(self, number: int) -> LocalFile:
         handle = self.handles.get(number)
@@ -251,8 +240,11 @@ class Files:
         if not file.temporary and file.published and file.looked_up:
             # Its look-up came while a writer's number stood for the name. As soon as the writer is here, another
             # look-up leads to what was published last.
-            async with asyncio.timeout(HAND_SHAKE_S):
-                await file.arrived.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(file.arrived.wait(), WRITER_WAIT_S)
+            self._local.expect_nobody(file)
+            if file.key is not None:
+                self._contended.add(file.key, self._tree.now_s())
             raise Stale("a writer's number: look it up again")
         self._local.opened(file, number, writes=False)
         try:

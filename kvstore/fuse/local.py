@@ -112,8 +112,8 @@ class LocalFiles:
         for inode, count in wanted.items():
             self._wanted[inode] = (count, now_s + HAND_SHAKE_S)
         for file in self.by_key.values():
-            if file.looked_up and not file.handles:
-                _expect(file, 1, now_s + HAND_SHAKE_S)
+            if file.expected_opens:
+                _expect(file, 0, now_s + HAND_SHAKE_S)
 
     def former_key(self, number: int) -> Key | None:
         """Of a temporary version that is gone."""
@@ -146,6 +146,7 @@ class LocalFiles:
         if file is None or not file.is_expected(now_s):
             return None
         file.looked_up = True
+        self._saved.touch(file)
         return file
 
     def opened(self, file: LocalFile, number: int, writes: bool) -> None:
@@ -154,9 +155,18 @@ class LocalFiles:
         file.handles += 1
         if writes:
             file.writers += 1
-            file.expected_opens = max(0, file.expected_opens - 1)
-            if file.expected_opens == 0:
-                file.arrived.set()
+            self.arrived(file)
+
+    def arrived(self, file: LocalFile) -> None:
+        """The second try that a look-up of its name led here."""
+        file.expected_opens = max(0, file.expected_opens - 1)
+        if file.expected_opens == 0:
+            file.arrived.set()
+
+    def expect_nobody(self, file: LocalFile) -> None:
+        """Whoever should have come is late, or was refused on the way: look-ups lead to what was published again."""
+        file.expected_opens = 0
+        file.arrived.set()
 
     def closed(self, file: LocalFile, number: int, writes: bool) -> None:
         """A handle is gone."""

@@ -60,6 +60,7 @@ class FileRecord(msgspec.Struct, array_like=True, frozen=True):
     keep_mtime: bool
     temp_key: Key | None
     looked_up: bool
+    expected_opens: int
     mapped: bool
     seen: tuple[int, int] | None
     state: State
@@ -245,7 +246,7 @@ def record_of(file: LocalFile, state: State) -> FileRecord:
         file.id, file.inode, file.key, file.temporary, file.mode, file.uid, file.gid, file.mtime_ns, file.ctime_ns,
         file.size_bytes, -1 if file.staged is None else file.staged.handle, file.reserved_bytes, file.sealed,
         file.hashed, file.entry, file.published, file.is_dirty, file.keep_mtime, file.temp_key, file.looked_up,
-        file.mapped, file.seen, State("closed", 0.0) if file.renaming else state,
+        file.expected_opens, file.mapped, file.seen, State("closed", 0.0) if file.renaming else state,
     )  # fmt: skip
 
 
