@@ -94,6 +94,8 @@ class Changes:
             await self._publisher.flush(moved)
         async with _locked(moved, replaced):
             there = self._tree.cache.by_name(target)
+            if there is not None and there.entry.is_dir and self._local.temps.listed(there.entry.inode):
+                raise NotEmpty("temporary files are in it")
             entry = await self._rename_at_master(source, target, no_replace)
             if there is not None and there.entry.inode != entry.inode:
                 self._lost_name(there.entry)

@@ -97,7 +97,7 @@ class StagingArea:
         except (TooLarge, NoSpace) as error:
             os.ftruncate(file.fd, 0)
             file.changed(0, self._runtime.wall_ns())
-            file.look()
+            await self._abandon(file)  # at once: it counts with all that was written
             file.failed = error
             raise
 

@@ -223,11 +223,21 @@ LATE: Final = [
 ]  # fmt: skip
 
 
+MAPPED: Final = (write_to_a_map, write_to_a_dirty_map, write_to_a_map_of_an_ordinary_file)
+
+
 @pytest.mark.parametrize("late", LATE, ids=lambda late: late.__name__)
 def test_a_late_writer_changes_no_block(
     pair: Pair, place: Path, late: Callable[[Path, Callable[[], None]], None]
 ) -> None:
-    """What was published stays; what is written later becomes a version of its own with the last close."""
+    """What was published stays; what is written later becomes a version of its own with the last close.
+
+    Two differences. By passthrough a map goes on when its file is closed, and nobody hears of later stores: they are not
+    published. In plain mode they reach the mount at some time or other; a temporary name that is renamed just then is
+    still being written, and on its own mount shows what is written until the close publishes it.
+    """
+    unheard = pair.mode == "passthrough" and late in MAPPED
+    live = pair.mode == "plain" and late is write_to_a_dirty_map
 
     def work() -> None:
         path, blocks = place / "k", Blocks(pair.cluster)
@@ -239,12 +249,13 @@ def test_a_late_writer_changes_no_block(
             readers[fd] = os.pread(fd, SIZE + 1, 0)
             assert readers[fd] in (FIRST, CHANGED)
             for reader, version in readers.items():
-                assert os.pread(reader, SIZE + 1, 0) == version
+                assert live or os.pread(reader, SIZE + 1, 0) == version
 
         late(path, check)
         check()
-        await_version(path, {FIRST}, CHANGED)
-        await_version(pair.b / place.name / "k", {FIRST}, CHANGED)
+        if not unheard:
+            await_version(path, {FIRST}, CHANGED)
+            await_version(pair.b / place.name / "k", {FIRST}, CHANGED)
         check()
         assert os.listdir(place) == ["k"]
 

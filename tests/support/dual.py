@@ -217,7 +217,7 @@ class SideBySide(RuleBasedStateMachine):
             scan.came |= there
 
     def teardown(self) -> None:
-        """All closed, the whole tree is the same."""
+        """All closed, the whole tree is the same, and can be removed."""
         for scan in self.scans:
             os.close(scan.fd)
         if self.broken:
@@ -229,6 +229,7 @@ class SideBySide(RuleBasedStateMachine):
             wanted = call(fsops.read_file, name)
             self.step(0, wanted)
             self.step(0, wanted, self.elsewhere(name, wanted), "other")
+        self.step(0, call(fsops.remove_tree))
 
     def _begin(self) -> None:
         for directory in ("d", ".tmp"):

@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import random
+import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -270,6 +271,11 @@ def make_directory(side: Side, path: str) -> None:
 
 def remove_directory(side: Side, path: str) -> None:
     os.rmdir(at(side, path))
+
+
+def remove_tree(side: Side) -> None:
+    """All that is there, and the root."""
+    shutil.rmtree(side.root)
 
 
 def names_in(side: Side, path: str) -> list[str]:
