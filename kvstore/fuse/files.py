@@ -121,11 +121,10 @@ class Files:
         return await self._area.read(file, offset, size_bytes)
 
     async def write(self, number: int, offset: int, data: bytes) -> int:
-        file = self._writable(number)
-        if file.temporary and file.key is not None and self._local.temps.is_flushed(file.key, file):
-            self._local.temps.opened(file.key, file)
-            self._saved.touch(file)
-        return await self._area.write(file, offset, data)
+        """After a flush, too: of a duplicate, or of pages of a map. The version stays one that can be renamed: whoever
+        closed it may be just about to.
+        """
+        return await self._area.write(self._writable(number), offset, data)
 
     async def truncate(self, file: LocalFile, size_bytes: int) -> None:
         """Raises Stale where a reader has the bytes as a block that cannot be exchanged under it."""

@@ -29,8 +29,10 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Final, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-SUPERSEDED_TTL_S: Final = 10.0
-"""How long superseded bytes wait for a second writer's rename; in LMCache it follows the close in milliseconds."""
+SUPERSEDED_TTL_S: Final = 60.0
+"""How long superseded bytes wait for a second writer's rename. In LMCache it follows the close in milliseconds, but the
+machine may be busy.
+"""
 
 Key = tuple[int, str]
 """Inode of the directory, name."""
@@ -178,10 +180,6 @@ class TempNames(Generic[V]):
     def is_open(self, key: Key, version: V) -> bool:
         slot = self._slots.get(key)
         return slot is not None and any(v is version for v in slot.open)
-
-    def is_flushed(self, key: Key, version: V) -> bool:
-        slot = self._slots.get(key)
-        return slot is not None and any(v is version for v in slot.flushed)
 
     def is_ready(self, key: Key, version: V) -> bool:
         """Whether its bytes are whole: flushed or closed."""

@@ -232,8 +232,8 @@ def test_a_late_writer_changes_no_block(
 ) -> None:
     """What was published stays; what is written later becomes a version of its own with the last close.
 
-    Two differences. By passthrough a map goes on when its file is closed, and nobody hears of later stores: they are not
-    published. In plain mode they reach the mount at some time or other; a temporary name that is renamed just then is
+    Two differences. By passthrough a map goes on when its file is closed, and nobody hears of later stores: they are
+    not published. In plain mode they reach the mount at some time; a temporary name that is renamed just then is
     still being written, and on its own mount shows what is written until the close publishes it.
     """
     unheard = pair.mode == "passthrough" and late in MAPPED
