@@ -112,7 +112,11 @@ class Changes:
         opened = self._sealed.get(inode)
         if opened is not None:
             opened.entry = entry._replace(replicas=opened.entry.replicas)
-        return self._tree.learn_attributes(entry)
+        cached = self._tree.learn_attributes(entry)
+        writer = self._local.by_key.get(cached.key) if cached.key else None
+        if writer is not None:
+            self._set(writer, wanted)
+        return cached
 
     async def set_local_attributes(self, file: LocalFile, wanted: Wanted) -> None:
         """Of a local file; what the master has of it changes at once."""
@@ -123,14 +127,17 @@ class Changes:
                 entry = await self._tree.master.set_attr(directory, name, **wanted._asdict())
                 self._tree.learn(entry, file.key)
                 file.entry = entry
-            if wanted.mode is not None:
-                file.mode = (file.mode & ~0o7777) | wanted.mode
-            file.uid = file.uid if wanted.uid is None else wanted.uid
-            file.gid = file.gid if wanted.gid is None else wanted.gid
-            if wanted.mtime_ns is not None:
-                file.mtime_ns, file.keep_mtime = wanted.mtime_ns, True
-            file.ctime_ns = self._runtime.wall_ns()
-            self._saved.touch(file)
+            self._set(file, wanted)
+
+    def _set(self, file: LocalFile, wanted: Wanted) -> None:
+        if wanted.mode is not None:
+            file.mode = (file.mode & ~0o7777) | wanted.mode
+        file.uid = file.uid if wanted.uid is None else wanted.uid
+        file.gid = file.gid if wanted.gid is None else wanted.gid
+        if wanted.mtime_ns is not None:
+            file.mtime_ns, file.keep_mtime = wanted.mtime_ns, True
+        file.ctime_ns = self._runtime.wall_ns()
+        self._saved.touch(file)
 
     async def expire(self, temp_ttl_s: float) -> None:
         """Drop temporary versions that nobody renamed, and local files that nobody opened after all."""

@@ -86,8 +86,10 @@ class Files:
 
     async def create(
         self, key: Key, temporary: bool, mode: int, flags: int, uid: int, gid: int
-    ) -> tuple[Opened, LocalFile]:
-        """The kernel knows no such name. A temporary one needs nobody; an ordinary one is published empty."""
+    ) -> tuple[Opened, LocalFile | Cached]:
+        """The kernel knows no such name. A temporary one needs nobody; an ordinary one is published empty, and whoever
+        opened it only to read has the published file, as everybody else (a lock file is one file for all).
+        """
         now_ns = self._runtime.wall_ns()
         if temporary:
             file = self._local.new(key, True, mode, uid, gid, now_ns)
@@ -97,11 +99,16 @@ class Files:
         number = file.inode
         self._local.opened(file, number, writes=True)  # from here on it is not swept away
         try:
-            await self._create_ordinary(file, exclusive=bool(flags & os.O_EXCL), truncate=bool(flags & os.O_TRUNC))
-            return self._add_local(file, number, flags), file
+            truncate = await self._create_ordinary(file, bool(flags & os.O_EXCL), bool(flags & os.O_TRUNC))
+            if flags & _ACCESS != os.O_RDONLY or file.entry is None or (truncate and file.size_bytes):
+                await self._prepare(file, truncate)
+                return self._add_local(file, number, flags), file
         except BaseException:
             await self._close(file, number, writes=True)
             raise
+        await self._close(file, number, writes=True)
+        cached = await self._tree.by_inode(file.entry.inode)
+        return self._hand_out(await self._open_sealed(cached)), cached
 
     async def open(self, inode: int, flags: int) -> Opened:
         """Raises Stale for what must be looked up again: outdated numbers, and sealed files that are to be written."""
@@ -178,7 +185,7 @@ class Files:
         cached = await self._tree.by_inode(inode)
         if cached.entry.is_dir:
             raise IsDirectory("a directory cannot be truncated")
-        if cached.entry.length_bytes == size_bytes:
+        if cached.entry.length_bytes == size_bytes and cached.key not in self._local.by_key:
             return
         self._local.want(inode, cached.key, self._runtime.monotonic_s())
         raise Stale("to be truncated: look it up again")
@@ -189,7 +196,8 @@ class Files:
             raise pyfuse3.FUSEError(errno.EBADF)
         return handle.file
 
-    async def _create_ordinary(self, file: LocalFile, *, exclusive: bool, truncate: bool) -> None:
+    async def _create_ordinary(self, file: LocalFile, exclusive: bool, truncate: bool) -> bool:
+        """Its name exists. Returns whether it begins empty."""
         if file.published and exclusive:
             raise AlreadyExists("it exists")
         if file.published:
@@ -197,8 +205,7 @@ class Files:
         else:
             there = await self._publisher.create(file, exclusive=exclusive)
         if there is None:
-            await self._prepare(file, truncate=True)
-            return
+            return True
         if exclusive:
             raise AlreadyExists("somebody else made it just now")
         if there.is_dir:
@@ -207,7 +214,7 @@ class Files:
             file.entry, file.published = there, True
             file.mode, file.uid, file.gid = there.mode, there.uid, there.gid
             file.size_bytes = there.length_bytes
-        await self._prepare(file, truncate)
+        return truncate
 
     async def _open_local(self, number: int, flags: int, writes: bool) -> Opened:
         file = self._local.get(number)
@@ -248,7 +255,7 @@ class Files:
         self._local.opened(file, number, writes=False)
         try:
             await self._load(file)
-            return self._add_local(file, number, flags)
+            return self._add_local(file, number, flags, changes=False)
         except BaseException:
             await self._close(file, number, writes=False)
             raise
@@ -356,11 +363,14 @@ class Files:
             return Opened(handle, passthrough=True)
         return Opened(handle, direct=self._direct_io, keep_cache=True)
 
-    def _add_local(self, file: LocalFile, number: int, flags: int) -> Opened:
-        """A handle that only writes goes past the page cache: nobody can map it, and a copy of every byte is saved."""
+    def _add_local(self, file: LocalFile, number: int, flags: int, *, changes: bool = True) -> Opened:
+        """A handle that only writes goes past the page cache: nobody can map it, and a copy of every byte is saved.
+
+        `changes`: its close may have something to publish; also of one that only reads, when it made the file or
+        truncated it.
+        """
         access = flags & _ACCESS
-        writes = access != os.O_RDONLY
-        handle = self._add(Handle(file, number, writes), HandleRecord(number, file.id, writes, None))
+        handle = self._add(Handle(file, number, changes), HandleRecord(number, file.id, changes, None))
         self._saved.touch(file)
         if self._backing.passthrough and file.block_fd >= 0:
             file.mapped = file.mapped or access == os.O_RDWR

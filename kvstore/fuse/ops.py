@@ -234,8 +234,9 @@ class Operations(NotOffered):
         full_mode = stat.S_IFREG | stat.S_IMODE(mode)
         if self.repeats.create(parent_inode, name):
             flags = FlagT(flags & ~os.O_EXCL)
-        opened, file = await self._files.create(key, temporary, full_mode, flags, self._uid(ctx), gid)
-        return _file_info(opened), self._attributes.of_local(file)
+        opened, made = await self._files.create(key, temporary, full_mode, flags, self._uid(ctx), gid)
+        shown = self._attributes.of_local(made) if isinstance(made, LocalFile) else self._shown(made)
+        return _file_info(opened), shown
 
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
         return _file_info(await self._files.open(self._numbers.to_master(inode), flags))
@@ -303,12 +304,15 @@ class Operations(NotOffered):
             refuse(errno.EPERM)
         key, temporary = self._key(parent_inode, name)
         gid, _ = await self._group(key[0], ctx)
-        opened, file = await self._files.create(
+        opened, made = await self._files.create(
             key, temporary, stat.S_IFREG | stat.S_IMODE(mode), os.O_WRONLY | os.O_EXCL, self._uid(ctx), gid
         )
-        entry = file.entry
+        entry = made.entry
         await self._files.release(opened.handle)
-        return self._attributes.of_entry(entry.inode, entry, 0) if entry else self._attributes.of_local(file)
+        if entry is not None:
+            return self._attributes.of_entry(entry.inode, entry, 0)
+        assert isinstance(made, LocalFile)
+        return self._attributes.of_local(made)
 
     # ---- helpers ----
 
@@ -334,6 +338,9 @@ class Operations(NotOffered):
 
     def _shown(self, cached: Cached) -> EntryAttributes:
         inode = self._numbers.to_kernel(cached.entry.inode)
+        opened = self._sealed.get(cached.entry.inode)
+        if opened is not None:  # its attributes may have changed on another mount
+            opened.entry = cached.entry._replace(replicas=opened.entry.replicas)
         # A name that is open for writing here is about to change: the kernel asks again each time.
         timeout_s = 0.0 if cached.key in self._local.by_key else self._tree.left_s(cached)
         return self._attributes.of_entry(inode, cached.entry, timeout_s)
