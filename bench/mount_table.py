@@ -144,9 +144,10 @@ def _verdict(results: Results) -> Iterator[str]:
         for place, aim in aims.items():
             shares = [share for what in rows if (share := results.share(what, place)) is not None]
             if shares:
-                met = "met" if min(shares) >= aim else "missed"
-                spread = f"{min(shares):.2f} to {max(shares):.2f}" if len(shares) > 1 else f"{shares[0]:.2f}"
-                yield f"{met:7} {phase}, {place}: {spread}, aim {aim:.2f}"
+                reached = sum(share >= aim for share in shares)
+                met = "met" if reached == len(shares) else "missed"
+                spread = f"{min(shares):.2f} to {max(shares):.2f}, {reached} of {len(shares)}"
+                yield f"{met:7} {phase}, {place}: {spread} reach {aim:.2f}"
 
 
 def _row(title: str, cells: Sequence[str]) -> str:
