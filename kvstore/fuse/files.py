@@ -20,7 +20,7 @@ from kvstore.core.types import Entry
 from kvstore.fuse.backing import Backing
 from kvstore.fuse.handles import HandleTable
 from kvstore.fuse.inodes import Cached, Numbers
-from kvstore.fuse.local import HAND_SHAKE_S, LocalFiles
+from kvstore.fuse.local import GRACE_S, HAND_SHAKE_S, LocalFiles
 from kvstore.fuse.localfile import Key, LocalFile
 from kvstore.fuse.publishing import Publisher
 from kvstore.fuse.saved import HandleRecord, Saved
@@ -34,8 +34,6 @@ log = logging.getLogger(__name__)
 _ACCESS: Final = os.O_ACCMODE
 OUTDATED_S: Final = 0.5
 """The kernel's second try comes at once."""
-WRITER_WAIT_S: Final = 0.2
-"""So long a reader waits for the writer for whom its look-up was taken."""
 PIN_TRIES: Final = 8
 """Versions that may be replaced one after the other while a look-up tries to hold one."""
 PIN_S: Final = 2 * HAND_SHAKE_S
@@ -116,8 +114,7 @@ class Files:
         if Numbers.is_local(inode):
             return await self._open_local(inode, flags, writes)
         if writes:
-            cached = self._tree.cache.by_inode(inode)
-            self._local.want(inode, cached.key if cached else None, self._runtime.monotonic_s())
+            self._local.want(inode, self._tree.cache.last_key(inode), self._runtime.monotonic_s())
             raise Stale("to be written: look it up again")
         return self._hand_out(await self._open_to_read(inode))
 
@@ -247,7 +244,8 @@ class Files:
             # Its look-up came while a writer's number stood for the name. As soon as the writer is here, another
             # look-up leads to what was published last.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(file.arrived.wait(), WRITER_WAIT_S)
+                await asyncio.wait_for(file.arrived.wait(), GRACE_S)
+            await asyncio.sleep(max(0.0, file.grace_until_s - self._runtime.monotonic_s()))
             self._local.expect_nobody(file)
             if file.key is not None:
                 self._contended.add(file.key, self._tree.now_s())
@@ -289,7 +287,7 @@ class Files:
 
     def _check_exchangeable(self, file: LocalFile) -> None:
         """With passthrough one inode has one file behind it as long as anybody has it open."""
-        if self._backing.passthrough and file.staged is None and file.handles and file.size_bytes:
+        if file.fixed:
             raise Stale("its readers have it as a sealed block: look it up again")
 
     async def _prepare(self, file: LocalFile, truncate: bool) -> None:
@@ -374,6 +372,7 @@ class Files:
         self._saved.touch(file)
         if self._backing.passthrough and file.block_fd >= 0:
             file.mapped = file.mapped or access == os.O_RDWR
+            file.fixed = file.fixed or file.staged is None
             self._backing.offer(number, file.block_fd)
             return Opened(handle, passthrough=True)
         return Opened(handle, direct=self._direct_io or access == os.O_WRONLY)

@@ -21,6 +21,8 @@ from kvstore.fuse.saved import NOTHING_SAVED, Saved
 
 HAND_SHAKE_S: Final = 1.0
 """How long the second open may take to come. It comes within microseconds, unless it is refused on the way."""
+GRACE_S: Final = 0.25
+"""How long after an ESTALE every look-up leads to the writers' file, while anybody has it open for writing."""
 MAX_ALIASES: Final = 1024
 """Numbers that were given for one look-up each; its open follows within microseconds."""
 
@@ -175,6 +177,10 @@ class LocalFiles:
             del self._opens[number]
         file.handles -= 1
         file.writers -= writes
+        if file.writers == 0:
+            file.grace_until_s = 0.0
+        if file.handles == 0:
+            file.fixed = False
         self._saved.touch(file)
 
     def detach(self, file: LocalFile) -> None:
@@ -251,4 +257,5 @@ class LocalFiles:
 def _expect(file: LocalFile, count: int, until_s: float) -> None:
     file.expected_opens += count
     file.expected_until_s = max(file.expected_until_s, until_s)
+    file.grace_until_s = max(file.grace_until_s, until_s - HAND_SHAKE_S + GRACE_S)
     file.arrived.clear()

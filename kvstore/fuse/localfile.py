@@ -83,6 +83,8 @@ class LocalFile:
     """(size, mtime_ns) of the staging file when it was looked at last: by passthrough it changes behind our back."""
     failed: KvError | None = None
     """It grew beyond what it may have and was emptied: what whoever wants to hash or publish it is told."""
+    fixed: bool = False
+    """Somebody has it open by passthrough as a sealed block: as long as that is so nothing else can stand behind it."""
     renaming: bool = False
     """A rename of this temporary version is on its way: it is in no list of versions."""
     writers: int = 0
@@ -90,6 +92,8 @@ class LocalFile:
     expected_opens: int = 0
     """Write-opens that were sent to look the name up again and will come back (ESTALE)."""
     expected_until_s: float = 0.0
+    grace_until_s: float = 0.0
+    """Until then a look-up leads here however many opens have come: writers who race take each other's expectation."""
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no write-open is expected any more."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -105,7 +109,7 @@ class LocalFile:
 
     def is_expected(self, now_s: float) -> bool:
         """Whether a LOOKUP of its name must answer this inode, since a write-open is on its way."""
-        return self.expected_opens > 0 and now_s < self.expected_until_s
+        return now_s < self.grace_until_s or (self.expected_opens > 0 and now_s < self.expected_until_s)
 
     def changed(self, size_bytes: int, now_ns: int) -> None:
         """Bytes changed. Whatever was known of the former ones is void."""

@@ -119,6 +119,7 @@ def _restore_handle(parts: Parts, files: dict[int, LocalFile], number: int, reco
         log.warning("handle %d: its file is not among what was saved", number)
         return
     parts.local.opened(file, record.inode, record.writes)
+    file.fixed = file.staged is None and file.block_fd >= 0
     parts.files.handles.restore(number, Handle(file, record.inode, record.writes))
 
 

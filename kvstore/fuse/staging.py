@@ -69,15 +69,16 @@ class StagingArea:
         Nothing here waits for room (rule 25): a reservation follows in the background, and the flush has the last word.
         """
         async with file.lock:
+            file.observe()  # another writer may have it
             keep_bytes = 0 if truncate else file.size_bytes
             if file.staged is None:
                 await self._restage(file, keep_bytes, keep_bytes)
                 self._reserve_ahead(file)
-            elif truncate:
-                os.ftruncate(file.fd, 0)
+                file.look()
             if truncate:
+                os.ftruncate(file.fd, 0)
                 file.changed(0, self._runtime.wall_ns())
-            file.look()
+                file.look()
 
     async def notice(self, file: LocalFile) -> None:
         """Take over what passthrough writes did. Raises TooLarge or NoSpace when they went too far: then it is empty.
@@ -297,6 +298,7 @@ class StagingArea:
         # A map may have been written since the flush without any trace: then the worker hashes what it seals.
         hashed = None if file.mapped else await self._hash(file)
         staged, file.staged, file.reserved_bytes, file.seen = file.staged, None, 0, None
+        file.fixed = self.backing.passthrough and file.handles > 0
         self._usual_bytes = file.size_bytes
         try:
             if hashed is None:
