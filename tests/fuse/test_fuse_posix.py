@@ -479,21 +479,3 @@ def test_other_users_are_let_in_and_kept_out(store: Store, fresh: str) -> None:
         if not parent.stat().st_mode & 0o001:
             parent.chmod(0o755)
     in_child(as_nobody)
-
-
-def test_a_second_writer_hides_nothing_of_the_first(store: Store, fresh: str) -> None:
-    """By passthrough nobody sees the first one's bytes come: they must not be taken for what was there before."""
-
-    def work() -> None:
-        path = store.a / fresh
-        path.write_bytes(b"0" * 100)
-        one = os.open(path, os.O_WRONLY)
-        os.pwrite(one, b"1", 0)
-        two = os.open(path, os.O_WRONLY)
-        os.close(one)
-        assert path.read_bytes() == b"1" + b"0" * 99
-        os.pwrite(two, b"2", 1)
-        os.close(two)
-        assert path.read_bytes() == b"12" + b"0" * 98
-
-    in_child(work)

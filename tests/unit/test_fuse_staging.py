@@ -13,6 +13,7 @@ from kvstore.client.blocks import AsyncBlocks
 from kvstore.client.staging import Staging
 from kvstore.core.errors import NoSpace
 from kvstore.core.limits import KIB, MIB
+from kvstore.fuse.backing import Backing
 from kvstore.fuse.localfile import LocalFile
 from kvstore.fuse.staging import TIGHT_FOR_S, StagingArea
 from kvstore.runtime import SystemRuntime
@@ -108,3 +109,21 @@ async def test_growing_falls_back_too(tmp_path: Path, runtime: Time) -> None:
     await write(area, file, 5 * MIB, MIB)
     assert volume.asked == [4 * MIB, 16 * MIB, 5 * MIB]
     await area.drop(file)
+
+
+class Passthrough(Backing):
+    passthrough = True
+
+
+async def test_a_second_writer_hides_nothing_of_the_first(tmp_path: Path, runtime: Time) -> None:
+    """The kernel writes by itself: what came since the last look is a change, whoever opens the file next."""
+    volume = SmallVolume(tmp_path / "f", 64 * MIB)
+    area, file = StagingArea(cast(AsyncBlocks, volume), runtime, 64 * MIB, Passthrough()), new_file()
+    await area.begin(file, truncate=False)
+    before = file.changes
+    os.pwrite(file.fd, b"behind our back", 0)
+    await area.begin(file, truncate=False)
+    assert file.changes > before
+    assert file.size_bytes == 15
+    await area.drop(file)
+    await area.spares.close()
