@@ -57,7 +57,8 @@ class StagingArea:
 
     def __init__(self, blocks: AsyncBlocks, runtime: Runtime, max_block_bytes: int, backing: Backing = PLAIN) -> None:
         self._blocks, self._runtime, self.max_block_bytes, self.backing = blocks, runtime, max_block_bytes, backing
-        self._reserving: set[asyncio.Task[None]] = set()
+        self._reserving: dict[int, asyncio.Task[None]] = {}
+        """By `LocalFile.id`: reservations that nobody waits for."""
         self.spares = Spares(blocks, runtime)
         self._threads_until_s = self._tight_until_s = 0.0
         self._usual_bytes = FIRST_RESERVATION_BYTES
@@ -90,6 +91,8 @@ class StagingArea:
             raise file.failed
         if file.seen is None or file.staged is None or file.size_bytes <= file.reserved_bytes:
             return
+        if (ahead := self._reserving.get(file.id)) is not None:
+            await asyncio.wait({ahead})  # two at a time would count twice at the worker
         try:
             if file.size_bytes > self.max_block_bytes:
                 raise TooLarge(f"a file holds at most {self.max_block_bytes} bytes (max_block_size)")
@@ -265,9 +268,8 @@ class StagingArea:
         self.backing.keep(file.id, file.block_fd)
 
     def _reserve_ahead(self, file: LocalFile) -> None:
-        task = asyncio.create_task(self._try_to_reserve(file, file.staged))
-        self._reserving.add(task)
-        task.add_done_callback(self._reserving.discard)
+        task = self._reserving[file.id] = asyncio.create_task(self._try_to_reserve(file, file.staged))
+        task.add_done_callback(lambda _: self._reserving.pop(file.id, None))
 
     async def _try_to_reserve(self, file: LocalFile, staged: Staging | None) -> None:
         if staged is None or file.reserved_bytes >= self._usual_bytes:
