@@ -75,6 +75,8 @@ class StagingArea:
             if file.staged is None:
                 await self._restage(file, keep_bytes, keep_bytes)
                 self._reserve_ahead(file)
+                file.seen = None
+            if file.seen is None:  # also one that `copy` has filled
                 file.look()
             if truncate:
                 os.ftruncate(file.fd, 0)

@@ -37,6 +37,14 @@ def a_reader_that_made_the_file_sees_no_half_of_it(both: SideBySide) -> None:
     both.step(0, call(fsops.read, reader.number, 100))
 
 
+def a_temporary_file_that_is_written_on(both: SideBySide) -> None:
+    """Its second version is longer than the first."""
+    writer = opened(both, 0, "x.tmp", os.O_RDWR)
+    both.step(0, call(fsops.pwrite, writer.number, 5000, both.data(100)))
+    both.close(writer)
+    both.step(1, call(fsops.stat_path, "x.tmp"))
+
+
 def a_lock_file(both: SideBySide) -> None:
     """As flock(1) opens it."""
     for actor in range(ACTORS):
@@ -69,6 +77,14 @@ def a_truncation_to_the_length_that_is_published(both: SideBySide) -> None:
     both.cut(0, "b", 0)
 
 
+def a_truncation_by_name_under_a_writer(both: SideBySide) -> None:
+    """Whoever truncates by name has no close that could publish it."""
+    opened(both, 0, "a", os.O_WRONLY)
+    both.cut(1, "a", 0)
+    for side in ("mount", "other"):
+        both.step(1, call(fsops.read_file, "a"), side=side)
+
+
 def a_second_writer_of_a_file_that_was_made_just_now(both: SideBySide) -> None:
     for actor in range(ACTORS):
         opened(both, actor, "b", os.O_RDWR | os.O_CREAT)
@@ -83,8 +99,9 @@ def a_truncation_after_the_close_of_a_duplicate(both: SideBySide) -> None:
 
 FOUND: Final = [
     a_read_only_create_of_a_temporary_file, a_read_only_open_truncates, a_reader_that_made_the_file_sees_no_half_of_it,
-    a_lock_file, attributes_change_while_it_is_written, attributes_change_while_it_is_open_elsewhere,
-    a_directory_over_one_with_a_temporary_file, a_truncation_to_the_length_that_is_published,
+    a_temporary_file_that_is_written_on, a_lock_file, attributes_change_while_it_is_written,
+    attributes_change_while_it_is_open_elsewhere, a_directory_over_one_with_a_temporary_file,
+    a_truncation_to_the_length_that_is_published, a_truncation_by_name_under_a_writer,
     a_second_writer_of_a_file_that_was_made_just_now, a_truncation_after_the_close_of_a_duplicate,
 ]  # fmt: skip
 
