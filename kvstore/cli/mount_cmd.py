@@ -20,56 +20,64 @@ log = logging.getLogger(__name__)
 app = new_app()
 
 
+Directory = Annotated[
+    str | None,  # a Path would be stat'ed: who serves it may be this very process, or dead
+    typer.Argument(metavar="DIR", help="Where to mount; made if missing. Else mount.dir of the configuration."),
+]
+Master = Annotated[
+    str | None,
+    typer.Option(metavar="ADDR", help="kvstore://host:port, or host:port; else mount.master, worker.master."),
+]
+WorkerSocket = Annotated[
+    str | None,
+    typer.Option(metavar="PATH", help="The local worker's socket; without one bytes go over the network."),
+]
+Shown = Annotated[
+    str | None, typer.Option("--path", metavar="/DIR", help="Directory of the store to show; made if missing.")
+]
+Http = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Serve metrics and health there; off by default.")]
+DirectIo = Annotated[
+    bool | None,
+    typer.Option("--direct-io/--no-direct-io", help="Plain mode: read past the kernel's cache; no shared maps then."),
+]
+Passthrough = Annotated[
+    str | None,
+    typer.Option(metavar="auto|on|off", help="The kernel reads and writes local files itself (Linux 6.9, root)."),
+]
+Consistency = Annotated[
+    str | None,
+    typer.Option(metavar="cached|strict", help="strict: ask the master for each look-up, keep nothing."),
+]
+Uid = Annotated[int | None, typer.Option("--uid", metavar="UID", help="Everything belongs to this user.")]
+Gid = Annotated[int | None, typer.Option("--gid", metavar="GID", help="Everything belongs to this group.")]
+Umask = Annotated[str | None, typer.Option(metavar="OCTAL", help="Everything has all permissions but these.")]
+Deadline = Annotated[
+    str | None,
+    typer.Option(metavar="TIME", help="How long a call waits for a file system process that is being restarted."),
+]
+AllowOther = Annotated[bool | None, typer.Option("--allow-other/--no-allow-other", help="Let other users in.")]
+Upgrade = Annotated[
+    bool, typer.Option("--upgrade", help="DIR is mounted: hand it over to this version of kvstore, and end.")
+]
+
+
 @app.command()
 def run(
-    directory: Annotated[
-        str | None,  # a Path would be stat'ed: who serves it may be this very process, or dead
-        typer.Argument(metavar="DIR", help="Where to mount; made if missing. Else mount.dir of the configuration."),
-    ] = None,
+    directory: Directory = None,
     config: ConfigOption = None,
-    master: Annotated[
-        str | None,
-        typer.Option(metavar="ADDR", help="kvstore://host:port, or host:port; else mount.master, worker.master."),
-    ] = None,
-    worker_socket: Annotated[
-        str | None,
-        typer.Option(metavar="PATH", help="The local worker's socket; without one bytes go over the network."),
-    ] = None,
-    path: Annotated[
-        str | None, typer.Option(metavar="/DIR", help="Directory of the store to show; made if missing.")
-    ] = None,
-    http: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="Serve metrics and health there; off by default.")
-    ] = None,
-    direct_io: Annotated[
-        bool | None,
-        typer.Option(
-            "--direct-io/--no-direct-io", help="Plain mode: read past the kernel's cache; no shared maps then."
-        ),
-    ] = None,
-    passthrough: Annotated[
-        str | None,
-        typer.Option(metavar="auto|on|off", help="The kernel reads and writes local files itself (Linux 6.9, root)."),
-    ] = None,
-    consistency: Annotated[
-        str | None,
-        typer.Option(metavar="cached|strict", help="strict: ask the master for each look-up, keep nothing."),
-    ] = None,
-    uid: Annotated[int | None, typer.Option(metavar="UID", help="Everything belongs to this user.")] = None,
-    gid: Annotated[int | None, typer.Option(metavar="GID", help="Everything belongs to this group.")] = None,
-    umask: Annotated[
-        str | None, typer.Option(metavar="OCTAL", help="Everything has all permissions but these.")
-    ] = None,
-    deadline: Annotated[
-        str | None,
-        typer.Option(metavar="TIME", help="How long a call waits for a file system process that is being restarted."),
-    ] = None,
-    allow_other: Annotated[
-        bool | None, typer.Option("--allow-other/--no-allow-other", help="Let other users in.")
-    ] = None,
-    upgrade: Annotated[
-        bool, typer.Option("--upgrade", help="DIR is mounted: hand it over to this version of kvstore, and end.")
-    ] = False,
+    master: Master = None,
+    worker_socket: WorkerSocket = None,
+    path: Shown = None,
+    http: Http = None,
+    direct_io: DirectIo = None,
+    passthrough: Passthrough = None,
+    consistency: Consistency = None,
+    uid: Uid = None,
+    gid: Gid = None,
+    umask: Umask = None,
+    deadline: Deadline = None,
+    allow_other: AllowOther = None,
+    upgrade: Upgrade = False,
 ) -> None:
     """Show the store as a directory until it is unmounted (umount DIR) or told to stop (SIGTERM, Ctrl-C)."""
     flags = {

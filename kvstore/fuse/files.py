@@ -130,13 +130,16 @@ class Files:
         """
         return await self._area.write(self._writable(number), offset, data)
 
-    async def truncate(self, file: LocalFile, size_bytes: int) -> None:
-        """Raises Stale where a reader has the bytes as a block that cannot be exchanged under it."""
+    async def truncate(self, file: LocalFile, size_bytes: int, *, by_path: bool) -> None:
+        """By path it is published at once: no close of the caller will do it.
+
+        Raises Stale where a reader has the bytes as a block that cannot be exchanged under it.
+        """
         self._check_exchangeable(file)
         if size_bytes:
             await self._load(file)
         await self._area.truncate(file, size_bytes)
-        if not file.temporary and file.handles == 0:  # by path: no close will come to publish it
+        if by_path and not file.temporary:
             await self._publisher.flush(file)
             self._local.arrived(file)
         self._saved.touch(file)
@@ -241,8 +244,12 @@ class Files:
 
     async def _open_local_to_read(self, file: LocalFile, number: int, flags: int) -> Opened:
         if not file.temporary and file.published and file.looked_up:
-            # Its look-up came while a writer's number stood for the name. As soon as the writer is here, another
-            # look-up leads to what was published last.
+            # Its look-up came while a writer's number stood for the name.
+            if file.entry is not None and not self._backing.passthrough:
+                # It gets what was published last, past the page cache, which is the writer's.
+                opened = self._hand_out(await self._open_sealed(await self._tree.by_inode(file.entry.inode)))
+                return opened._replace(direct=True, keep_cache=False)
+            # One inode has one file behind it: as soon as the writer is here, another look-up leads elsewhere.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(file.arrived.wait(), GRACE_S)
             await asyncio.sleep(max(0.0, file.grace_until_s - self._runtime.monotonic_s()))

@@ -21,7 +21,7 @@ from kvstore.fuse.saved import NOTHING_SAVED, Saved
 
 HAND_SHAKE_S: Final = 1.0
 """How long the second open may take to come. It comes within microseconds, unless it is refused on the way."""
-GRACE_S: Final = 0.25
+GRACE_S: Final = 0.1
 """How long after an ESTALE every look-up leads to the writers' file, while anybody has it open for writing."""
 MAX_ALIASES: Final = 1024
 """Numbers that were given for one look-up each; its open follows within microseconds."""

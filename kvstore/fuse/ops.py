@@ -208,7 +208,7 @@ class Operations(NotOffered):
         if Numbers.is_local(inode):
             file = self._known(inode)
             if fields.update_size:
-                await self._files.truncate(file, attr.st_size)
+                await self._files.truncate(file, attr.st_size, by_path=fh is None)
             if not wanted.is_empty:
                 await self._changes.set_local_attributes(file, wanted)
             return self._attributes.of_local(file, inode)

@@ -51,10 +51,10 @@ class Room:
             raise self._no_space(size_bytes, self._store.in_service) from None
 
     async def grow(self, volume: Volume, more_bytes: int, timeout_s: float) -> None:
-        """The same on the volume where the file already lies."""
+        """The same on the volume where the file already lies. With 0 more bytes: until all that is counted fits."""
         try:
             async with asyncio.timeout(timeout_s):
-                while volume.books.free < more_bytes:
+                while volume.books.missing(more_bytes) > 0:
                     if more_bytes > volume.books.capacity:
                         raise self._no_space(more_bytes, [volume])
                     await self._make_room(volume, more_bytes)

@@ -32,6 +32,8 @@ class Staged:
     volume: Volume
     counted: int
     """Bytes in the volume's books for it: the larger of reservation and actual size."""
+    granted: int = 0
+    """Bytes that it may have. A client may have written more (passthrough): that is counted, not granted."""
     busy: bool = False
     """Being sealed or aborted."""
 
@@ -86,7 +88,8 @@ class Staging:
                 f"a session has at most {MAX_OPEN_STAGING_PER_SESSION} files in staging; seal or abort some"
             )
         volume = await self._room.take(size_bytes, wait_s, memory=memory)
-        staged = Staged(session, self._store.runtime.random_u64(), volume, disk_bytes(size_bytes))
+        size = disk_bytes(size_bytes)
+        staged = Staged(session, self._store.runtime.random_u64(), volume, size, size)
         self._by_session.setdefault(session, {})[staged.handle] = staged
         try:
             fd = await self._store.runtime.in_thread(volume.with_directories, lambda: self._disk.create(staged.path))
@@ -126,13 +129,17 @@ class Staging:
     async def reserve(self, staged: Staged, size_bytes: int) -> None:
         """Make the reservation `size_bytes` in all; it never shrinks. Raises NoSpace, TooLarge."""
         self._check_size(size_bytes)
-        more = disk_bytes(size_bytes) - staged.counted
-        if more > 0:
-            await self._room.grow(staged.volume, more, ROOM_WAIT_S)
-            if staged.busy:  # sealed or aborted meanwhile: what it counted has been settled
-                staged.volume.books.give_back(more)
-                raise Stale(f"staging {staged.handle:x}: it was sealed or aborted meanwhile")
-            staged.counted += more
+        need = disk_bytes(size_bytes)
+        if need <= staged.granted:
+            return
+        more = max(0, need - staged.counted)
+        await self._room.grow(staged.volume, more, ROOM_WAIT_S)
+        if staged.busy:  # sealed or aborted meanwhile: what it counted has been settled
+            staged.volume.books.give_back(more)
+            raise Stale(f"staging {staged.handle:x}: it was sealed or aborted meanwhile")
+        counted = max(need, staged.counted)
+        staged.volume.books.give_back(staged.counted + more - counted)  # it was counted meanwhile, or granted
+        staged.counted, staged.granted = counted, max(need, staged.granted)
 
     async def abort(self, staged: Staged) -> None:
         """Unlink it. Its bytes stay in the books while a writer still has it open."""

@@ -12,8 +12,8 @@ from kvstore.master.incarnations import Incarnations
 from kvstore.master.master import Settings
 from kvstore.master.records import META_FORMAT
 from kvstore.master.reports import Full, Verdict
-from tests.unit import master_world
-from tests.unit.master_world import GIB, World, address, running, volume
+from tests.unit.master import world
+from tests.unit.master.world import GIB, World, address, running, volume
 
 FIRST, LAST = b"\0" * 16, b"\xff" * 16
 
@@ -372,17 +372,17 @@ async def test_dead_rows_go_when_nobody_holds_them_and_the_fence_has_passed() ->
         await w.remove("f")
         await w.report(held=[(address(5), 1)], fence=9)
         w.master.tick()
-        assert master_world.keys(w.db, Cf.BLOCKS), "its worker still holds it"
+        assert world.keys(w.db, Cf.BLOCKS), "its worker still holds it"
         await w.put("g", address(10))
         await w.remove("g")
         await w.report(nowhere=[address(5), address(10)], fence=9)
         w.master.tick()
-        assert master_world.keys(w.db, Cf.BLOCKS) == {address(10).block.pack()}, "the fence has not passed this one"
+        assert world.keys(w.db, Cf.BLOCKS) == {address(10).block.pack()}, "the fence has not passed this one"
         with pytest.raises(Stale):
             await w.put("h", address(10))
         await w.report(fence=11)
         w.master.tick()
-        assert master_world.keys(w.db, Cf.BLOCKS) == set()
+        assert world.keys(w.db, Cf.BLOCKS) == set()
         with pytest.raises(Stale):
             await w.put("h", address(10))
 

@@ -21,7 +21,7 @@ from kvstore.master import tree
 from kvstore.master.master import Lookups
 from kvstore.master.remove import Kind
 from kvstore.master.rename import Move
-from tests.unit.master_world import World, address, running
+from tests.unit.master.world import World, address, running
 
 
 async def furnish(w: World) -> None:

@@ -9,8 +9,6 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -34,29 +32,6 @@ from tests.support.keeper_calls import (
 from tests.support.tiny_fs import ROOT
 
 ENDED = "ended \\(code"
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """What the file system shows."""
-    shown = tmp_path / "shown"
-    shown.mkdir()
-    (shown / "file").write_bytes(b"by passthrough")
-    (shown / "direct").write_bytes(b"by READ")
-    return shown
-
-
-@pytest.fixture
-def device() -> Iterator[FakeDevice]:
-    with closing(FakeDevice()) as device:
-        yield device
-
-
-@pytest.fixture
-def ran(directory: Path, device: FakeDevice) -> Iterator[Ran]:
-    with keeper_thread(command(directory), device) as ran:
-        until(lambda: ran.status()["state"] == "serving")
-        yield ran
 
 
 # Ordinary service.

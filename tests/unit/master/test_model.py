@@ -18,7 +18,7 @@ from kvstore.master.publish import Mode
 from kvstore.master.remove import Kind
 from kvstore.master.reports import Full
 from kvstore.rpc.server import stop_all
-from tests.unit.master_world import World, address, check_invariants
+from tests.unit.master.world import World, address, check_invariants
 
 NAMES = st.sampled_from(["a", "b", "c"])
 PATHS = st.lists(NAMES, min_size=1, max_size=3).map("/".join)

@@ -21,7 +21,7 @@ from kvstore.master.master import Settings
 from kvstore.master.publish import Mode, Name, Transaction
 from kvstore.master.records import JournalLimits
 from kvstore.master.reports import Verdict
-from tests.unit.master_world import address, running
+from tests.unit.master.world import address, running
 
 
 async def test_a_new_file() -> None:

@@ -1,4 +1,4 @@
-"""One file system process after another: killed, stopped, upgraded. As in `test_keeper_run`."""
+"""One file system process after another: killed, stopped, upgraded. As in `test_run`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import struct
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -36,32 +35,9 @@ ENDED = "ended \\(code"
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    """What the file system shows."""
-    shown = tmp_path / "shown"
-    shown.mkdir()
-    (shown / "file").write_bytes(b"by passthrough")
-    (shown / "direct").write_bytes(b"by READ")
-    return shown
-
-
-@pytest.fixture
-def device() -> Iterator[FakeDevice]:
-    with closing(FakeDevice()) as device:
-        yield device
-
-
-@pytest.fixture
 def impatient(directory: Path, device: FakeDevice) -> Iterator[Ran]:
     """With a short deadline."""
     with keeper_thread(command(directory), device, deadline_s=1.0, slow_deadline_s=3.0) as ran:
-        until(lambda: ran.status()["state"] == "serving")
-        yield ran
-
-
-@pytest.fixture
-def ran(directory: Path, device: FakeDevice) -> Iterator[Ran]:
-    with keeper_thread(command(directory), device) as ran:
         until(lambda: ran.status()["state"] == "serving")
         yield ran
 

@@ -13,6 +13,7 @@ import pytest
 from kvstore.core.errors import Corrupt, InvalidRequest, KvError, NoSpace, NotFound, Stale, TooLarge
 from kvstore.core.hashing import hash_block
 from kvstore.core.types import Address, BlockId
+from kvstore.worker import staging
 from kvstore.worker.block import Block
 from kvstore.worker.books import Books
 from kvstore.worker.disk import Disk
@@ -362,6 +363,43 @@ async def test_reserve_grows_and_never_shrinks(worker: Worker) -> None:
     assert staged.volume.books.staging == MIB
     await worker.staging.abort(staged)
     assert staged.volume.books.used == 0
+
+
+async def test_reserves_of_one_file_at_a_time_count_once(worker: Worker) -> None:
+    staged, fd = await worker.staging.create(1, 0)
+    os.close(fd)
+    await asyncio.gather(*(worker.staging.reserve(staged, size) for size in (2 * MIB, 3 * MIB, MIB, 3 * MIB)))
+    assert staged.volume.books.staging == 3 * MIB
+
+
+async def test_what_a_look_counted_meanwhile_is_counted_once(worker: Worker) -> None:
+    staged, fd = await worker.staging.create(1, 0)
+    full, other = await worker.staging.create(1, 63 * MIB)
+    os.close(other)
+    os.pwrite(fd, b"x" * MIB, 0)
+    waiting = asyncio.create_task(worker.staging.reserve(staged, 2 * MIB))
+    await asyncio.sleep(0.1)
+    assert staged.counted == MIB, "looking for room, it saw what was written"
+    await worker.staging.abort(full)
+    await waiting
+    assert staged.volume.books.staging == 2 * MIB
+    os.close(fd)
+
+
+async def test_a_file_that_grew_over_the_capacity_gets_no_more(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "ROOM_WAIT_S", 0.2)
+    staged, fd = await worker.staging.create(1, 0)
+    full, other = await worker.staging.create(1, 63 * MIB)
+    os.close(other)
+    os.pwrite(fd, b"x" * (2 * MIB), 0)
+    await worker.staging.look(staged.volume)
+    assert staged.volume.books.used == 65 * MIB
+    with pytest.raises(NoSpace):
+        await worker.staging.reserve(staged, 2 * MIB)
+    await worker.staging.abort(full)
+    await worker.staging.reserve(staged, 2 * MIB)
+    assert staged.volume.books.staging == 2 * MIB
+    os.close(fd)
 
 
 async def test_what_never_fits_is_told_at_once(worker: Worker) -> None:
