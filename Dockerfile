@@ -15,9 +15,10 @@ RUN python -m venv /opt/kvstore \
 FROM python:3.11-slim-bookworm
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends fuse3 \
+    && apt-get install -y --no-install-recommends fuse3 tini \
     && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/kvstore /opt/kvstore
 ENV PATH=/opt/kvstore/bin:$PATH
-ENTRYPOINT ["kvstore"]
+# tini: a keeper that dies leaves processes behind, and somebody has to reap them.
+ENTRYPOINT ["tini", "--", "kvstore"]
 CMD ["--help"]

@@ -57,8 +57,13 @@ class AsyncBlocks(Protocol):
         which belongs to the result from then on. Raises InvalidRequest for a handle of another kind of staging.
         """
 
-    async def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
-        """Room for `size_bytes` in all; to be asked before writing beyond what was reserved. Raises NoSpace."""
+    async def reserve(
+        self, staging: Staging, size_bytes: int, *, evict: bool = True, timeout_s: float | None = None
+    ) -> None:
+        """Room for `size_bytes` in all; to be asked before writing beyond what was reserved.
+
+        Raises NoSpace; without `evict`, wherever that is not free now.
+        """
 
     async def seal(
         self,
@@ -112,8 +117,10 @@ class AsyncLocalBlocks:
             raise InvalidRequest("a file without a handle was not staged at the local worker")
         return Staging(self, fd, handle=handle)
 
-    async def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
-        await self._worker.reserve(staging.handle, size_bytes, timeout_s=timeout_s)
+    async def reserve(
+        self, staging: Staging, size_bytes: int, *, evict: bool = True, timeout_s: float | None = None
+    ) -> None:
+        await self._worker.reserve(staging.handle, size_bytes, evict=evict, timeout_s=timeout_s)
 
     async def seal(
         self,
@@ -212,7 +219,9 @@ class AsyncRemoteBlocks:
             raise InvalidRequest(f"staging {handle:x} belongs to a local worker, and this client has none")
         return Staging(self, fd, kept_fd=files.reopened(fd, os.O_RDWR))
 
-    async def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
+    async def reserve(
+        self, staging: Staging, size_bytes: int, *, evict: bool = True, timeout_s: float | None = None
+    ) -> None:
         """Nothing to do: the directory's file system says NoSpace by itself, the worker at the seal."""
 
     async def seal(
@@ -321,8 +330,10 @@ class AsyncEitherBlocks:
     def adopt(self, handle: int, fd: int) -> Staging:
         return self._local.adopt(handle, fd) if handle else self._remote.adopt(handle, fd)
 
-    async def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
-        await self._owner(staging).reserve(staging, size_bytes, timeout_s=timeout_s)
+    async def reserve(
+        self, staging: Staging, size_bytes: int, *, evict: bool = True, timeout_s: float | None = None
+    ) -> None:
+        await self._owner(staging).reserve(staging, size_bytes, evict=evict, timeout_s=timeout_s)
 
     async def seal(
         self,

@@ -61,9 +61,11 @@ class AsyncLocalWorker:
         """A new staging file with room for `size_bytes`. Raises NoSpace when there is none."""
         return sockets.staged(await self._request(sp.Stage(size_bytes), _given(timeout_s, store_timeout_s(0))))
 
-    async def reserve(self, staging: int, size_bytes: int, *, timeout_s: float | None = None) -> None:
-        """Make the reservation `size_bytes` in all. Raises NoSpace."""
-        await self._ok(sp.Reserve(staging, size_bytes), _given(timeout_s, store_timeout_s(0)))
+    async def reserve(
+        self, staging: int, size_bytes: int, *, evict: bool = True, timeout_s: float | None = None
+    ) -> None:
+        """Make the reservation `size_bytes` in all. Raises NoSpace, without `evict` wherever that is not free now."""
+        await self._ok(sp.Reserve(staging, size_bytes, evict), _given(timeout_s, store_timeout_s(0)))
 
     async def seal(
         self,
@@ -182,8 +184,8 @@ class LocalWorker:
     def stage(self, size_bytes: int, *, timeout_s: float | None = None) -> StagedFile:
         return sockets.staged(self._request(sp.Stage(size_bytes), _given(timeout_s, store_timeout_s(0))))
 
-    def reserve(self, staging: int, size_bytes: int, *, timeout_s: float | None = None) -> None:
-        self._ok(sp.Reserve(staging, size_bytes), _given(timeout_s, store_timeout_s(0)))
+    def reserve(self, staging: int, size_bytes: int, *, evict: bool = True, timeout_s: float | None = None) -> None:
+        self._ok(sp.Reserve(staging, size_bytes, evict), _given(timeout_s, store_timeout_s(0)))
 
     def seal(
         self,

@@ -58,10 +58,12 @@ class Staged(Message):
 
 
 class Reserve(Message, tag="reserve"):
-    """Make the reservation `size_bytes` in all (never smaller); NoSpace when there is no room."""
+    """Make the reservation `size_bytes` in all; what is written counts in any case. NoSpace when there is no room."""
 
     staging: int
     size_bytes: int
+    evict: bool = True
+    """Whether to make room for it. Else it is NoSpace at once where that much is not free."""
 
 
 class Seal(Message, tag="seal"):

@@ -37,6 +37,8 @@ MAX_RESERVATION_STEP_BYTES: Final = 256 * MIB
 
 A small file has only what it needs: a thousand of them that nobody renames must not push the cache out.
 """
+SPARED_BYTES: Final = 64 * KIB
+"""So much more than it needs a file may keep reserved. What was reserved ahead beyond that goes back at the flush."""
 SMALL_WRITE_BYTES: Final = 64 * KIB
 """Always written on the loop: the way to a thread and back costs more (about 150 µs)."""
 SLOW_WRITE_S: Final = 0.005
@@ -91,15 +93,19 @@ class StagingArea:
         file.observe()
         if file.failed is not None:
             raise file.failed
-        if file.seen is None or file.staged is None or file.size_bytes <= file.reserved_bytes:
+        if file.seen is None or file.staged is None:
             return
         if (ahead := self._reserving.get(file.id)) is not None:
-            await asyncio.wait({ahead})  # two at a time would count twice at the worker
+            await asyncio.wait({ahead})
+        if file.reserved_bytes - SPARED_BYTES <= file.size_bytes <= file.reserved_bytes:
+            return
         try:
             if file.size_bytes > self.max_block_bytes:
                 raise TooLarge(f"a file holds at most {self.max_block_bytes} bytes (max_block_size)")
             await self._blocks.reserve(file.staged, file.size_bytes)
             file.reserved_bytes = file.size_bytes
+        except (NotFound, Stale, Unavailable) as error:
+            log.debug("nothing reserved: %s", error.message)  # nor is it where it was: the seal has the last word
         except (TooLarge, NoSpace) as error:
             os.ftruncate(file.fd, 0)
             file.changed(0, self._runtime.wall_ns())
@@ -278,7 +284,7 @@ class StagingArea:
             return
         room = self._usual_bytes
         try:
-            await self._blocks.reserve(staged, room)
+            await self._blocks.reserve(staged, room, evict=False)
         except KvError as error:
             log.debug("nothing reserved ahead: %s", error.message)
             return

@@ -50,17 +50,20 @@ class Room:
         except TimeoutError:
             raise self._no_space(size_bytes, self._store.in_service) from None
 
-    async def grow(self, volume: Volume, more_bytes: int, timeout_s: float) -> None:
-        """The same on the volume where the file already lies. With 0 more bytes: until all that is counted fits."""
+    async def grow(self, volume: Volume, missing_bytes: Callable[[], int], timeout_s: float) -> None:
+        """The same on the volume where the file already lies. With no time to wait nothing is evicted.
+
+        `missing_bytes` is asked in each round: what was written without leave is counted meanwhile, and has to fit too.
+        """
         try:
             async with asyncio.timeout(timeout_s):
-                while volume.books.missing(more_bytes) > 0:
-                    if more_bytes > volume.books.capacity:
-                        raise self._no_space(more_bytes, [volume])
-                    await self._make_room(volume, more_bytes)
+                while volume.books.missing(more := missing_bytes()) > 0:
+                    if more > volume.books.capacity or timeout_s <= 0:
+                        raise self._no_space(more, [volume])
+                    await self._make_room(volume, more)
         except TimeoutError:
-            raise self._no_space(more_bytes, [volume]) from None
-        volume.books.take(more_bytes)
+            raise self._no_space(missing_bytes(), [volume]) from None
+        volume.books.take(more)
 
     def _candidates(self, need: int, memory: bool) -> list[Volume]:
         """Volumes that could hold it: for a fetch the fastest first, for a client the freest first."""

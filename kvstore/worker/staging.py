@@ -126,20 +126,38 @@ class Staging:
         self._disk.close(fd)
         await self.drop(staged)
 
-    async def reserve(self, staged: Staged, size_bytes: int) -> None:
-        """Make the reservation `size_bytes` in all; it never shrinks. Raises NoSpace, TooLarge."""
+    async def reserve(self, staged: Staged, size_bytes: int, *, evict: bool = True) -> None:
+        """Make the reservation `size_bytes` in all; what is written counts in any case.
+
+        Raises TooLarge, NoSpace; without `evict` at once where that much is not free.
+        """
         self._check_size(size_bytes)
         need = disk_bytes(size_bytes)
-        if need <= staged.granted:
-            return
-        more = max(0, need - staged.counted)
-        await self._room.grow(staged.volume, more, ROOM_WAIT_S)
-        if staged.busy:  # sealed or aborted meanwhile: what it counted has been settled
-            staged.volume.books.give_back(more)
-            raise Stale(f"staging {staged.handle:x}: it was sealed or aborted meanwhile")
-        counted = max(need, staged.counted)
-        staged.volume.books.give_back(staged.counted + more - counted)  # it was counted meanwhile, or granted
-        staged.counted, staged.granted = counted, max(need, staged.granted)
+        if need > staged.granted:
+            await self._extend(staged, need, ROOM_WAIT_S if evict else 0)
+        elif need < staged.counted:
+            await self._reduce(staged, need)
+
+    async def _extend(self, staged: Staged, need: int, wait_s: float) -> None:
+        def missing_bytes() -> int:
+            if staged.busy:  # what it counts is settled elsewhere
+                raise Stale(f"staging {staged.handle:x}: it was sealed or aborted meanwhile")
+            return max(0, need - staged.counted)
+
+        await self._room.grow(staged.volume, missing_bytes, wait_s)
+        staged.counted, staged.granted = max(need, staged.counted), max(need, staged.granted)
+
+    async def _reduce(self, staged: Staged, need: int) -> None:
+        staged.granted = need  # before anything waits: whoever extends it meanwhile has the last word
+        try:
+            written = await self._store.runtime.in_thread(lambda: self._disk.stat(staged.path).used_bytes)
+        except OSError as error:
+            raise self._store.explain(staged.volume, error, "looking at a staging file") from None
+        if not staged.busy:
+            counted = min(staged.counted, max(staged.granted, written))
+            staged.volume.books.give_back(staged.counted - counted)
+            staged.counted = counted
+            self._store.on_free()
 
     async def abort(self, staged: Staged) -> None:
         """Unlink it. Its bytes stay in the books while a writer still has it open."""

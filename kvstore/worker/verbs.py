@@ -83,7 +83,8 @@ class Verbs:
             case sp.Stage():
                 return await self._stage(session, request)
             case sp.Reserve():
-                await self._staging.reserve(self._staging.find(session, request.staging), request.size_bytes)
+                staged = self._staging.find(session, request.staging)
+                await self._staging.reserve(staged, request.size_bytes, evict=request.evict)
                 return Answer(sp.Ok())
             case sp.Seal():
                 return _sealed(await self._seals.seal(session, request.staging, _claim(request)))

@@ -1,4 +1,4 @@
-"""What POSIX calls answer: the table of `tests.fuse.test_fuse_errors`.
+"""What POSIX calls answer: the table of `tests.fuse.test_errors`.
 
 Each row begins with the tree of `SET_UP`: ``file``, ``other``, ``empty/``, ``full/x`` and a closed temporary ``x.tmp``.
 """

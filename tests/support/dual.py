@@ -1,4 +1,4 @@
-"""What an example of `tests.fuse.test_fuse_dual` stands on: two mounts, a plain directory, and who works on them."""
+"""What an example of `tests.fuse.test_dual` stands on: two mounts, a plain directory, and who works on them."""
 
 from __future__ import annotations
 

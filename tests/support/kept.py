@@ -36,3 +36,11 @@ def kill_fs(path: Path, number: signal.Signals = signal.SIGKILL, *, wait: bool =
     os.kill(before["fs_pid"], number)
     if wait:
         wait_serving(path, before["generation"] + 1)
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or a zombie that waits for its parent."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return True

@@ -29,7 +29,7 @@ class SmallVolume:
         self._take(size_hint)
         return Staging(self, os.open(self.path, os.O_RDWR | os.O_CREAT), handle=1)
 
-    async def reserve(self, staging: Staging, size_bytes: int) -> None:
+    async def reserve(self, staging: Staging, size_bytes: int, *, evict: bool = True) -> None:
         self._take(size_bytes)
 
     async def abort(self, staging: Staging) -> None:

@@ -355,14 +355,29 @@ async def test_bytes_written_beyond_the_reservation_count(worker: Worker) -> Non
     os.close(fd)
 
 
-async def test_reserve_grows_and_never_shrinks(worker: Worker) -> None:
+async def test_a_reservation_grows_and_shrinks_to_what_is_written(worker: Worker) -> None:
     staged, fd = await worker.staging.create(1, 10)
-    os.close(fd)
-    await worker.staging.reserve(staged, MIB)
+    await worker.staging.reserve(staged, 2 * MIB)
+    os.pwrite(fd, b"x" * MIB, 0)
     await worker.staging.reserve(staged, 5)
     assert staged.volume.books.staging == MIB
+    os.ftruncate(fd, 0)
+    await worker.staging.reserve(staged, 4)
+    assert staged.volume.books.staging == 4 * KIB
+    os.close(fd)
     await worker.staging.abort(staged)
     assert staged.volume.books.used == 0
+
+
+async def test_a_reservation_may_evict_nothing(worker: Worker) -> None:
+    blocks = [await kit.put(worker, os.urandom(MIB)) for _ in range(60)]
+    staged, fd = await worker.staging.create(1, 0)
+    os.close(fd)
+    await worker.staging.reserve(staged, 4 * MIB, evict=False)
+    with pytest.raises(NoSpace):
+        await worker.staging.reserve(staged, 5 * MIB, evict=False)
+    assert all([await kit.get(worker, block.address) for block in blocks])
+    await worker.staging.reserve(staged, 5 * MIB)
 
 
 async def test_reserves_of_one_file_at_a_time_count_once(worker: Worker) -> None:

@@ -92,7 +92,7 @@ class Dual(SideBySide):
     def open_file(self, actor: int, path: int, access: int, creation: int, extra: int, mode: int) -> None:
         name, flags = self.path(path), access | creation | extra
         if not (self.promise.is_written(name) and flags & (os.O_CREAT | os.O_ACCMODE | os.O_TRUNC)):
-            self.open(actor, name, flags, mode)  # two writers of one temporary name at a time: test_fuse_temporary
+            self.open(actor, name, flags, mode)  # two writers of one temporary name at a time: test_temporary
 
     @rule(actor=actors, path=picks)
     def open_elsewhere(self, actor: int, path: int) -> None:
@@ -111,7 +111,7 @@ class Dual(SideBySide):
     def dup(self, pick: int) -> None:
         handle = self.here[pick % len(self.here)]
         if handle.opened.copy is None or not handle.opened.copy.is_hidden:
-            self.duplicate(handle)  # the close of a duplicate shows a temporary name: test_fuse_maps
+            self.duplicate(handle)  # the close of a duplicate shows a temporary name: test_maps
 
     @precondition(lambda self: self.handles)
     @rule(pick=picks, size=sizes, offset=st.none() | offsets)

@@ -20,7 +20,7 @@ from tests.fuse.calls import error_of
 from tests.support.child import in_child
 from tests.support.cluster import Cluster, Process, wait_until
 from tests.support.crew import Crew, shift
-from tests.support.kept import fs_pid, kill_fs, status, wait_serving
+from tests.support.kept import fs_pid, has_ended, kill_fs, status, wait_serving
 from tests.support.modes import MODES, mode_options
 from tests.support.mounts import Mount, detach, mounted
 from tests.support.puts import Put, get
@@ -243,7 +243,7 @@ def test_a_keeper_that_dies_is_replaced_by_the_node(tmp_path: Path) -> None:
             in_child(lambda: list(Put(mount.path, 2).steps()))
             assert in_child(get, mount.path, 0) == Version(0, 2, 0, 19_000)
             assert len(mounts_at(mount.path)) == 1, "the dead mount is gone"
-            assert not Path(f"/proc/{before['fs_pid']}").exists(), "its file system process has ended"
+            wait_until(lambda: has_ended(before["fs_pid"]), "its file system process has ended")
             crew.call_off()
             assert reader.join() > 0, "an open passthrough file needs nobody"
             assert mount.process.stop() == 0

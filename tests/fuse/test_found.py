@@ -1,4 +1,4 @@
-"""What `tests.fuse.test_fuse_dual` found once, in its shortest form: the mount and the plain side stay alike."""
+"""What `tests.fuse.test_dual` found once, in its shortest form: the mount and the plain side stay alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from tests.fuse.test_fuse_dual import DIFFERENCES, Dual
+from tests.fuse.test_dual import DIFFERENCES, Dual
 from tests.support import fsops
 from tests.support.dual import ACTORS, Handle, SideBySide, World, attribute_setter, shared_world
 from tests.support.fsops import call

@@ -303,7 +303,7 @@ def test_a_killed_keeper_leaves_a_mount_that_can_be_cleaned(mounted: Mounted) ->
     mounted.process.kill()
     mounted.wait()
     assert in_child(error_of, os.stat, mounted.path / "file") == "ENOTCONN"
-    wait_until(lambda: not Path(f"/proc/{fs_pid}").exists(), "the file system process ended too")
+    wait_until(lambda: has_ended(fs_pid), "the file system process ended too")
     with pytest.raises(admin.NoKeeper, match="dead"):
         mounted.status()
     subprocess.run(["umount", "-l", str(mounted.path)], check=True, timeout=10)
