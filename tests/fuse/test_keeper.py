@@ -24,6 +24,7 @@ from tests.fuse.calls import error_of
 from tests.support.child import Child, in_child
 from tests.support.cluster import wait_until
 from tests.support.keeper_mount import SIZE, WAIT_S, Mounted, mounting
+from tests.support.kept import has_ended
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
