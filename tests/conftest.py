@@ -9,19 +9,16 @@ import signal
 from collections.abc import Iterator
 from typing import Final
 
-import grpc
 import pytest
 
 
 def pytest_configure() -> None:
     """`tests.support.child` forks while gRPC has threads here. Its fork handlers wait for them, at times for ever; the
-    children only make system calls. Read once, at gRPC's start; not for the processes that tests start.
+    children only make system calls. gRPC reads it at each of its starts; `cluster.clean_environment` takes it out.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: children would ignore Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
-    grpc.insecure_channel("127.0.0.1:1").close()
-    del os.environ["GRPC_ENABLE_FORK_SUPPORT"]
 
 
 class ErrorLog(logging.Handler):

@@ -31,6 +31,7 @@ import typer
 
 from kvstore.cli.app import app
 from kvstore.core import errors
+from kvstore.node import parent
 
 FAILURE: Final = 1
 USAGE: Final = 2
@@ -71,6 +72,7 @@ _OS_EXIT_CODES: Final[Mapping[int, int]] = {
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
+    parent.obey()
     # Before a command imports grpc: what its C core has to say on standard error is in our errors already.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     sys.exit(run(sys.argv[1:] if args is None else args))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import os
 import signal
@@ -12,6 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from kvstore.core.errors import Timeout, Unavailable
+from kvstore.node import parent
 from kvstore.node.notify import NotifySocket
 
 log = logging.getLogger(__name__)
@@ -21,9 +21,6 @@ STEADY_S = 30.0
 """A child that served this long starts over with the shortest pause."""
 STOP_TIMEOUT_S = 20.0
 """From SIGTERM to SIGKILL: a mount waits up to 10 s for its users before it detaches."""
-
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ChildSpec(NamedTuple):
@@ -134,10 +131,9 @@ class Child:
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "kvstore", *self.spec.argv,
-                env={**os.environ, "NOTIFY_SOCKET": notify.address},
+                env=parent.tied({**os.environ, "NOTIFY_SOCKET": notify.address}, signal.SIGTERM),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sys.stderr,  # one log stream; our own stdout is for our user
-                preexec_fn=_die_with_parent,
                 start_new_session=True,  # Ctrl-C reaches only us: we stop them in order
             )  # fmt: skip
             if self._stop.is_set():
@@ -161,8 +157,3 @@ class Child:
         self._was_ready = True
         self._ready.set()
         log.info("%s is ready (pid %s)", self.spec.name, self.pid)
-
-
-def _die_with_parent() -> None:
-    """A daemon that is killed must not leave children that hold locks and sockets from its successor."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvstore import Client
-from tests.support.cluster import Cluster, wait_until
+from tests.support.cluster import Cluster, clean_environment, wait_until
 from tests.support.mounts import can_mount
 
 MIB = 1 << 20
@@ -292,10 +292,6 @@ def test_what_goes_wrong_is_one_line_and_a_stable_code(
     done = cli(*args, code=code)
     assert done.out == b""
     assert "kvstore: " in done.err
-
-
-def clean_environment() -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith("KVSTORE_")}
 
 
 def test_a_configuration_of_a_worker_is_enough_to_find_the_store(cluster: Cluster) -> None:

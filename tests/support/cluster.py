@@ -14,7 +14,6 @@ fails here.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
@@ -30,6 +29,7 @@ from typing import IO, Self
 
 from kvstore.client.messages import ClusterMap
 from kvstore.client.meta import Meta
+from kvstore.node import parent
 from kvstore.rpc.failover import Failover
 from kvstore.rpc.metadata import Caller
 
@@ -37,8 +37,6 @@ READY_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.02
 _LOG_TAIL_BYTES = 4000
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ProcessFailed(AssertionError):
@@ -81,7 +79,7 @@ class Process:
         address = f"kvstore-test-{os.getpid()}-{self.name}-{os.urandom(4).hex()}"
         self._notify = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
         self._notify.bind("\0" + address)
-        environ = {**_clean_environment(), **self._environ, "NOTIFY_SOCKET": "@" + address}
+        environ = {**clean_environment(), **self._environ, "NOTIFY_SOCKET": "@" + address}
         with self.log.open("ab") as log:
             self._process = self._spawn(environ, log)
         if wait:
@@ -137,17 +135,13 @@ class Process:
         return f"--- end of {self.log.name}\n{data[-_LOG_TAIL_BYTES:].decode(errors='replace')}"
 
     def _spawn(self, environ: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-        def die_with_the_test() -> None:
-            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
         command = [sys.executable, "-m", "kvstore.cli.main", *self.argv]
         return subprocess.Popen(
             command,
-            env=environ,
+            env=parent.tied(environ, signal.SIGKILL),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            preexec_fn=die_with_the_test,  # noqa: PLW1509
         )
 
     def _end(self, timeout_s: float = STOP_TIMEOUT_S) -> int:
@@ -276,6 +270,6 @@ class Cluster:
         )
 
 
-def _clean_environment() -> dict[str, str]:
-    """Without what configures a real store on this machine."""
-    return {k: v for k, v in os.environ.items() if not k.startswith("KVSTORE_")}
+def clean_environment() -> dict[str, str]:
+    """Without what configures a real store on this machine, or these tests alone."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("KVSTORE_", "GRPC_ENABLE_FORK_SUPPORT"))}
