@@ -84,7 +84,7 @@ format: $(STAMP)
 	ruff check --fix
 
 test: $(STAMP) check proto-diff needs-mount
-	pytest $(filter-out tests/unit/ tests/contract/ tests/__pycache__/,$(wildcard tests/*/))
+	pytest -n 2 --dist loadfile $(filter-out tests/unit/ tests/contract/ tests/__pycache__/,$(wildcard tests/*/))
 
 needs-mount:
 	@test -c /dev/fuse || echo "NOTE: no /dev/fuse here: whatever needs a mount is left out. In a container: --device /dev/fuse --cap-add SYS_ADMIN"

@@ -252,7 +252,7 @@ class Files:
             # One inode has one file behind it: as soon as the writer is here, another look-up leads elsewhere.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(file.arrived.wait(), GRACE_S)
-            await asyncio.sleep(max(0.0, file.grace_until_s - self._runtime.monotonic_s()))
+            await self._grace_is_over(file)
             self._local.expect_nobody(file)
             if file.key is not None:
                 self._contended.add(file.key, self._tree.now_s())
@@ -264,6 +264,15 @@ class Files:
         except BaseException:
             await self._close(file, number, writes=False)
             raise
+
+    async def _grace_is_over(self, file: LocalFile) -> None:
+        """The next look-up must not lead to the writers again: the kernel tries only once more. Other writers may have
+        come meanwhile, and timers fire up to half a millisecond early.
+        """
+        end_s = (now_s := self._runtime.monotonic_s()) + HAND_SHAKE_S
+        while now_s < min(file.grace_until_s, end_s):
+            await asyncio.sleep(max(0.001, file.grace_until_s - now_s))
+            now_s = self._runtime.monotonic_s()
 
     async def _version_to_write(self, found: LocalFile, number: int, flags: int) -> tuple[LocalFile, bool]:
         """The version that an open of `found`, looked up as temporary name, writes, and whether it begins empty: never
