@@ -11,7 +11,7 @@ import typer
 from kvstore.cli.app import ConfigOption, new_app
 from kvstore.cli.store import reaching
 from kvstore.client import url
-from kvstore.config import Config, load, require_mount_dir
+from kvstore.config import Config, load, require_grace, require_mount_dir
 from kvstore.core.errors import NotFound, Unavailable, Unsupported
 from kvstore.obs import logging as obs_logging
 
@@ -109,6 +109,7 @@ def serve(config: Config) -> None:
     from kvstore.keeper.channel import Inheritance
 
     require_mount_dir(config)
+    require_grace(config)
     if Inheritance.from_environment() is not None:
         run_here(config)
         return

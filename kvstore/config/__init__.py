@@ -5,7 +5,7 @@ right name. Sizes and durations are text with a unit (``200GiB``, ``10s``); the 
 in their names (``capacity_bytes``, ``tick_s``).
 """
 
-from kvstore.config.check import require_mount_dir, require_volumes
+from kvstore.config.check import require_grace, require_mount_dir, require_volumes
 from kvstore.config.layers import DEFAULT_PATH, Loaded, load
 from kvstore.config.tree import (
     ClientConfig,
@@ -39,6 +39,7 @@ __all__ = [
     "parse_duration_s",
     "parse_mode",
     "parse_size",
+    "require_grace",
     "require_mount_dir",
     "require_volumes",
 ]

@@ -62,6 +62,16 @@ def require_mount_dir(config: Config) -> None:
         raise InvalidRequest("mount.dir: none; name the directory to mount on")
 
 
+def require_grace(config: Config) -> None:
+    """What a mount was writing must outlive its hand-over (rule 11): raise `InvalidRequest` when it would not."""
+    if 3 * config.mount.deadline_s > config.worker.session_grace_s:
+        raise InvalidRequest(
+            f"mount.deadline: {config.mount.deadline} is more than a third of worker.session_grace "
+            f"({config.worker.session_grace}), after which a worker drops what the mount was writing; shorten it, or "
+            "raise worker.session_grace here and on the workers"
+        )
+
+
 def _positive(parse: Callable[[str], float]) -> Callable[[str], None]:
     def check_positive(text: str) -> None:
         if parse(text) <= 0:

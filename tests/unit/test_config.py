@@ -18,6 +18,7 @@ from kvstore.config import (
     parse_duration_s,
     parse_mode,
     parse_size,
+    require_grace,
     require_mount_dir,
     require_volumes,
     schema,
@@ -423,6 +424,13 @@ class TestRequired:
         with pytest.raises(InvalidRequest, match=r"mount\.dir"):
             require_mount_dir(Config())
         require_mount_dir(load(environ={}, flags={"mount.dir": "/mnt"}).config)
+
+    def test_a_mount_that_is_more_patient_than_the_workers(self) -> None:
+        require_grace(Config())
+        patient = {"mount.deadline": "21s"}
+        with pytest.raises(InvalidRequest, match=r"mount.deadline: 21s .* worker.session_grace \(60s\)"):
+            require_grace(load(environ={}, flags=patient).config)
+        require_grace(load(environ={}, flags={**patient, "worker.session_grace": "63s"}).config)
 
 
 def test_every_kind_has_a_check() -> None:
