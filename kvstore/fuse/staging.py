@@ -81,7 +81,7 @@ class StagingArea:
             if file.seen is None:  # also one that `copy` has filled
                 file.look()
             if truncate:
-                os.ftruncate(file.fd, 0)
+                empty(file.fd)
                 file.changed(0, self._runtime.wall_ns())
                 file.look()
 
@@ -107,7 +107,7 @@ class StagingArea:
         except (NotFound, Stale, Unavailable) as error:
             log.debug("nothing reserved: %s", error.message)  # nor is it where it was: the seal has the last word
         except (TooLarge, NoSpace) as error:
-            os.ftruncate(file.fd, 0)
+            empty(file.fd)
             file.changed(0, self._runtime.wall_ns())
             await self._abandon(file)  # at once: it counts with all that was written
             file.failed = error
@@ -341,6 +341,14 @@ async def _hash_of(runtime: Runtime, fd: int, size_bytes: int) -> int:
     hashing = asyncio.ensure_future(hash_file(runtime, own, size_bytes))
     hashing.add_done_callback(lambda _: os.close(own))
     return await asyncio.shield(hashing)
+
+
+def empty(fd: int) -> None:
+    """Truncate it to 0, but for one that is empty: ext4 writes the data of a file that was truncated at 0 to the disk as
+    soon as it is closed, and then the next sync of anybody's log waits for that (14 MiB: 3 ms, 32 MiB: 10 ms).
+    """
+    if os.fstat(fd).st_size:
+        os.ftruncate(fd, 0)
 
 
 def write_all(fd: int, offset: int, data: bytes, hasher: BlockHasher | None) -> None:

@@ -127,3 +127,18 @@ async def test_a_second_writer_hides_nothing_of_the_first(tmp_path: Path, runtim
     assert file.size_bytes == 15
     await area.drop(file)
     await area.spares.close()
+
+
+async def test_what_is_empty_is_not_truncated(tmp_path: Path, runtime: Time, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ext4 would write its data to the disk at the close, and the master's next sync would wait for that."""
+    truncated: list[int] = []
+    monkeypatch.setattr(os, "ftruncate", lambda fd, size: truncated.append(os.fstat(fd).st_size))
+    volume = SmallVolume(tmp_path / "f", 64 * MIB)
+    area, file = StagingArea(cast(AsyncBlocks, volume), runtime, 64 * MIB, Passthrough()), new_file()
+    await area.begin(file, truncate=True)
+    assert truncated == []
+    os.pwrite(file.fd, b"old", 0)
+    await area.begin(file, truncate=True)
+    assert truncated == [3]
+    await area.drop(file)
+    await area.spares.close()
