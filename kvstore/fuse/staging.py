@@ -344,8 +344,8 @@ async def _hash_of(runtime: Runtime, fd: int, size_bytes: int) -> int:
 
 
 def empty(fd: int) -> None:
-    """Truncate it to 0, but for one that is empty: ext4 writes the data of a file that was truncated at 0 to the disk as
-    soon as it is closed, and then the next sync of anybody's log waits for that (14 MiB: 3 ms, 32 MiB: 10 ms).
+    """Truncate it to 0, unless it is empty: what is written to a file that was truncated at 0, ext4 puts on the disk as
+    soon as the file is closed, and the next sync of anybody's log waits for that (14 MiB: 3 ms, 32 MiB: 10 ms).
     """
     if os.fstat(fd).st_size:
         os.ftruncate(fd, 0)
