@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, clean_environment
 
 SCRIPT = """
 import asyncio, json, multiprocessing, os, sys
@@ -73,7 +73,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
             text=True,
             timeout=100,
             check=False,
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
+            env=clean_environment() | {"PYTHONPATH": os.getcwd()},
         )
     assert done.returncode == 0, done.stderr
     found: list[object] = json.loads(done.stdout)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, clean_environment
 from tests.support.mounts import Mount, can_mount, mounted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ def python(script: Path, *arguments: str) -> dict[str, Any]:
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
-        env={**os.environ, "PYTHONHASHSEED": "0"},
+        env=clean_environment() | {"PYTHONHASHSEED": "0"},
         check=False,
     )
     output = f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
