@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from typing import Annotated
 
 import typer
@@ -12,7 +13,7 @@ from kvstore.cli.app import ConfigOption, new_app
 from kvstore.cli.store import reaching
 from kvstore.client import url
 from kvstore.config import Config, load, require_grace, require_mount_dir
-from kvstore.core.errors import NotFound, Unavailable, Unsupported
+from kvstore.core.errors import InvalidRequest, NotFound, Unavailable, Unsupported
 from kvstore.obs import logging as obs_logging
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,8 @@ def run(
         "mount.deadline": deadline,
         "mount.allow_other": allow_other,
     }
+    if upgrade:
+        refuse_changes(flags)
     loaded = load(config, flags).config
     obs_logging.setup("mount", loaded.log.level, loaded.log.format)
     if upgrade:
@@ -114,9 +117,8 @@ def serve(config: Config) -> None:
         run_here(config)
         return
     mountpoint.check_prerequisites()
-    cleaned = mountpoint.prepare(mountpoint.absolute(config.mount.dir))
-    if cleaned:
-        log.warning("%s", cleaned)
+    for line in mountpoint.prepare(mountpoint.absolute(config.mount.dir)):
+        log.warning("%s", line)
     why_plain = mode.why_plain(config)
     if why_plain is None:
         mode.become_keeper(config, [sys.executable, "-m", "kvstore", *sys.argv[1:]])
@@ -131,6 +133,16 @@ def run_here(config: Config, why_plain: str = "") -> None:
         raise Unsupported(f"mounting needs pyfuse3: pip install 'kvstore[fuse]' ({error})") from None
     with reaching(url.parse(config.mount.master).endpoints, "mount.master"):
         main.main(config, why_plain, announce)
+
+
+def refuse_changes(flags: Mapping[str, object]) -> None:
+    """``--upgrade`` changes the program, not what it was started with."""
+    given = [key.partition(".")[2] for key, value in flags.items() if value is not None and key != "mount.dir"]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise InvalidRequest(
+            f"--upgrade keeps what the mount was started with: leave out {options}, or unmount and mount anew"
+        )
 
 
 def hand_over(config: Config) -> None:

@@ -410,7 +410,8 @@ class Files:
             try:
                 await self._publisher.flush(file)
             except KvError as error:
-                log.error("a file was closed whose last changes could not be published: %s", error.message)
+                name = file.key[1] if file.key else "(no name)"
+                log.error("%r was closed, and its last changes could not be published: %s", name, error.message)
         if file.is_expected(self._runtime.monotonic_s()) or (file.temporary and file.key is not None):
             return
         if file.handles == 0:

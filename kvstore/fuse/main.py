@@ -15,7 +15,7 @@ import uvloop
 
 from kvstore.client.aio import AsyncClient
 from kvstore.config import Config, require_mount_dir
-from kvstore.core.errors import KvError, NotDirectory
+from kvstore.core.errors import AlreadyExists, KvError, NotDirectory
 from kvstore.core.types import Entry
 from kvstore.fuse import metrics, mountpoint, plain
 from kvstore.fuse.assembly import build, new_saved
@@ -145,7 +145,8 @@ class Mount:
         if mounted is None or not mountpoint.set_read_ahead(mounted, self._config.mount.read_ahead_bytes):
             log.warning("read-ahead stays at the kernel's 128 KiB (raising it needs root): reads will be slower")
         if self._keeper is None:
-            self._announce(self._ready_line(client))
+            line = self._ready_line(client)
+            self._announce(line if notify.is_supervised() else f"{line}; stop: umount {self._directory}")
             notify.ready(mount=self._directory)
         else:
             self._keeper.serving(self._ready_line(client), {"mount": self._directory})
@@ -159,7 +160,7 @@ class Mount:
             mode = f"plain FUSE, {cache}; no passthrough: {self._why_plain}"
         worker = f"local worker on node {client.node}" if client.node else "no local worker: staging in temporary files"
         what = f"mounted {mount.path} of {mount.master} at {self._directory}"
-        return f"{what} ({mode}; {worker}); stop: umount {self._directory}"
+        return f"{what} ({mode}; {worker})"
 
 
 async def _learn(client: AsyncClient, master: Master, config: Config) -> Facts:
@@ -169,9 +170,12 @@ async def _learn(client: AsyncClient, master: Master, config: Config) -> Facts:
 
 async def _root(master: Master, path: str) -> Entry:
     """The directory that the mount shows, made if it is not there."""
-    entry = await master.make_directories(path)
-    if not entry.is_dir:
-        raise NotDirectory(f"/{path} is not a directory of the store; choose another --path")
+    try:
+        entry = await master.make_directories(path)
+    except (AlreadyExists, NotDirectory):
+        entry = None
+    if entry is None or not entry.is_dir:
+        raise NotDirectory(f"mount.path: /{path} is a file of the store, or lies below one; name a directory")
     return entry
 
 

@@ -7,6 +7,7 @@ All knowledge comes from ``/proc/self/mountinfo``; a mount that is ours and whos
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -64,26 +65,29 @@ def absolute(directory: str) -> str:
     return os.path.join(os.path.realpath(parent), name)
 
 
-def prepare(directory: str) -> str | None:
-    """Make `directory` (absolute) ready to be mounted on. Returns a line about the dead mount that was there, if any.
+def prepare(directory: str) -> list[str]:
+    """Make `directory` (absolute) ready to be mounted on. Returns lines about what was there: a dead mount, files.
 
     Raises AlreadyExists when a living mount is there, Denied, NotDirectory or Unavailable with what to do.
     """
-    message = None
+    found = []
     while (there := find(directory)) is not None:
         if there.fs_type != FS_TYPE or is_alive(there):
             raise AlreadyExists(
                 f"{directory} is a mount point already ({there.fs_type}); unmount it first: umount {directory}"
             )
         detach(directory)
-        message = f"{directory}: cleaned up the mount point that a killed process left behind"
+        found.append(f"{directory}: cleaned up the mount point that a killed process left behind")
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise NotDirectory(f"{directory} is not a directory; name one to mount on") from None
     except PermissionError:
         raise Denied(f"{directory}: no right to make this directory; make it, or run as root") from None
-    return message
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        if any(entries):
+            found.append(f"{directory} is not empty: what lies in it is hidden as long as the store is mounted on it")
+    return found
 
 
 def is_alive(mount: Mounted) -> bool:

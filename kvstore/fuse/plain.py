@@ -42,9 +42,12 @@ async def stop_on_signal(directory: str, busy_wait_s: float) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     await stop.wait()
     notify.stopping()
-    for _ in range(max(1, int(busy_wait_s / _RETRY_S))):
+    for turn in range(max(1, int(busy_wait_s / _RETRY_S))):
         if await asyncio.to_thread(mountpoint.unmount, directory):
             return  # and `pyfuse3.main` by itself
+        if turn == 0:
+            who = describe(await asyncio.to_thread(holders, directory))
+            log.warning("%s is busy (%s): waiting %g s", directory, who, busy_wait_s)
         await asyncio.sleep(_RETRY_S)
     who = describe(await asyncio.to_thread(holders, directory))
     log.warning("%s is busy (%s): detached; it ends for its users now", directory, who)

@@ -50,7 +50,7 @@ async def restore(
         parts.area.backing.drop(id_)
     parts.local.resume_hand_shakes({i: w.count for i, w in recovered.wanted.items()}, parts.tree.now_s())
     await _drop_unfinished(parts)
-    if worker is not None:
+    if worker is not None and recovered.facts is not None:
         await _abort_unknown(worker, {file.staged.handle for file in files.values() if file.staged is not None})
     parts.saved.commit()
 

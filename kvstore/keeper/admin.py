@@ -58,7 +58,10 @@ def _ask(directory: str, question: dict[str, str], timeout_s: float) -> dict[str
     except TimeoutError:
         raise NoKeeper(f"the keeper of {directory} does not answer within {timeout_s:g} s") from None
     except ConnectionRefusedError:
-        raise NoKeeper(f"{directory} has no keeper: it is mounted without passthrough, or its keeper is dead") from None
+        raise NoKeeper(
+            f"{directory} has no keeper: it is mounted without passthrough, or its keeper is dead; unmount it and "
+            "mount it anew"
+        ) from None
     except OSError as error:
         raise NoKeeper(f"the keeper of {directory} cannot be asked: {error.strerror}") from None
     if not data:

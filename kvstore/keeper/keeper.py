@@ -100,7 +100,8 @@ class Keeper:
     def serving(self, line: str, facts: Mapping[str, str]) -> None:
         log.info("serving %s", self._options.directory)
         try:
-            print(line, flush=True)
+            how = "" if self._notifier.is_supervised else f"; stop: umount {self._options.directory}"
+            print(f"{line}{how}", flush=True)
         except OSError:  # nobody reads it
             pass
         self._notifier.ready(facts)
@@ -122,7 +123,8 @@ class Keeper:
 
     def _unmount(self) -> None:
         """On a side thread: the kernel asks the file system process while it unmounts."""
-        directory, give_up_at = self._options.directory, time.monotonic() + self._options.busy_wait_s
+        directory, wait_s = self._options.directory, self._options.busy_wait_s
+        give_up_at, warned = time.monotonic() + wait_s, False
         try:
             while not self._unmounted():
                 if time.monotonic() >= give_up_at:
@@ -130,6 +132,9 @@ class Keeper:
                     log.warning("%s is busy (%s): detached; it ends for its users now", directory, who)
                     self._device.unmount(lazy=True)
                     break
+                if not warned:
+                    warned = True
+                    log.warning("%s is busy (%s): waiting %g s", directory, describe(holders(directory)), wait_s)
                 time.sleep(_UNMOUNT_RETRY_S)
         finally:
             self.loop.call_soon(self._give_up)

@@ -15,6 +15,11 @@ class Notifier:
     def __init__(self, address: str) -> None:
         self._address = "\0" + address[1:] if address.startswith("@") else address
 
+    @property
+    def is_supervised(self) -> bool:
+        """Whether somebody started us who stops us, and starts us again when we end."""
+        return bool(self._address)
+
     def ready(self, facts: Mapping[str, str]) -> None:
         self._send("\n".join(["READY=1", *(f"X_{name.upper()}={value}" for name, value in facts.items())]))
 

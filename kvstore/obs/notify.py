@@ -18,6 +18,11 @@ def ready(**facts: str) -> None:
     send("\n".join(["READY=1", *(f"X_{name.upper()}={value}" for name, value in facts.items())]))
 
 
+def is_supervised() -> bool:
+    """Whether somebody started us who stops us, and starts us again when we end."""
+    return bool(os.environ.get("NOTIFY_SOCKET"))
+
+
 def stopping() -> None:
     send("STOPPING=1")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore import connect
 from tests.fuse.calls import error_of
 from tests.support.child import in_child
 from tests.support.cluster import Cluster, Process, ProcessFailed, wait_until
@@ -117,7 +118,14 @@ def test_what_is_missing_is_one_line(cluster: Cluster, tmp_path: Path) -> None:
         "not a directory": ["mount", str(tmp_path / "file"), "--master", cluster.url],
         "127.0.0.1:1": ["mount", str(tmp_path / "m"), "--master", nobody],
         "mount.dir": ["mount", "--master", cluster.url],
-    }
+        "mount.path: /file is a file of the store": [
+            "mount", str(tmp_path / "m"), "--master", cluster.url, "--path", "/file",
+        ],
+        "leave out --umask": ["mount", str(tmp_path / "m"), "--upgrade", "--umask", "000"],
+        "is no kvstore mount": ["mount", str(tmp_path / "m"), "--upgrade"],
+    }  # fmt: skip
+    with connect(cluster.url) as client:
+        client.put("file", b"content")
     for i, (word, argv) in enumerate(cases.items()):
         assert word in failure(cluster.process(f"bad{i}", argv))
 

@@ -39,8 +39,14 @@ def test_the_topmost_mount_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_directory_is_made(tmp_path: Path) -> None:
-    assert mountpoint.prepare(str(tmp_path / "a" / "b")) is None
+    assert mountpoint.prepare(str(tmp_path / "a" / "b")) == []
     assert (tmp_path / "a" / "b").is_dir()
+
+
+def test_files_that_the_mount_will_hide_are_told_of(tmp_path: Path) -> None:
+    (tmp_path / "forgotten").touch()
+    (line,) = mountpoint.prepare(str(tmp_path))
+    assert "is not empty" in line
 
 
 def test_a_file_is_no_mount_point(tmp_path: Path) -> None:
