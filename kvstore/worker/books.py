@@ -62,6 +62,11 @@ class Books:
         self.staging -= staging
         self.held += blocks + staging
 
+    def held_resized(self, by: int) -> None:
+        """Somebody who holds an unlinked file wrote on, or truncated it."""
+        self.held += by
+        self.slack -= by
+
     def let_go(self, size: int) -> None:
         """The last holder closed it."""
         self.held -= size

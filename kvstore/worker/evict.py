@@ -11,7 +11,7 @@ from kvstore.worker import lease
 from kvstore.worker.background import Background
 from kvstore.worker.block import Block
 from kvstore.worker.disk import Disk
-from kvstore.worker.held import HeldFiles, unlink_watched
+from kvstore.worker.held import HeldBytes, HeldFiles, unlink_watched
 from kvstore.worker.lease import Holders
 from kvstore.worker.store import Store
 from kvstore.worker.volume import Volume
@@ -147,9 +147,5 @@ class Evictor:
             books.free_block(size)
         else:
             books.hold(blocks=size)
-            self._held.add(result, lambda: self._let_go(block.volume, size))
+            self._held.add(result, HeldBytes(books, size, self._store.on_free))
         return size
-
-    def _let_go(self, volume: Volume, size_bytes: int) -> None:
-        volume.books.let_go(size_bytes)
-        self._store.on_free()

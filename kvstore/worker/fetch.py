@@ -95,7 +95,7 @@ class Fetcher:
             return
         scratch_fd = flight.task.result()
         if isinstance(scratch_fd, int):
-            self._held.add(scratch_fd, lambda: self._free_scratch(address.length_bytes))
+            self._held.add(scratch_fd, _Scratch(self, address.length_bytes))
 
     async def _open(self, result: Block | int, open_block: Callable[[Block], Awaitable[int]]) -> int:
         try:
@@ -161,7 +161,7 @@ class Fetcher:
         try:
             return await self._fill_scratch(peer, address)
         except BaseException:
-            self._free_scratch(address.length_bytes)
+            self.free_scratch(address.length_bytes)
             raise
 
     async def _fill_scratch(self, peer: Peer, address: Address) -> int:
@@ -203,8 +203,23 @@ class Fetcher:
                 yield frame
                 patience = IDLE_TIMEOUT_S
 
-    def _free_scratch(self, length_bytes: int) -> None:
+    def free_scratch(self, length_bytes: int) -> None:
+        """Its last reader has closed it, or it was never filled."""
         self._scratch_bytes -= length_bytes
+
+
+@dataclasses.dataclass(slots=True)
+class _Scratch:
+    """A block in the scratch share that somebody reads."""
+
+    fetcher: Fetcher
+    length_bytes: int
+
+    def resized(self, size_bytes: int) -> None:
+        """Nobody writes it."""
+
+    def released(self) -> None:
+        self.fetcher.free_scratch(self.length_bytes)
 
 
 def _verdict(address: Address, failures: Sequence[KvError]) -> KvError:

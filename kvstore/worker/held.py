@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from kvstore.runtime import Runtime
 from kvstore.worker import lease
+from kvstore.worker.books import Books
 from kvstore.worker.disk import Disk, NotAFile
 from kvstore.worker.lease import Holders
 
@@ -16,10 +18,44 @@ PROBE_INTERVAL_S = 0.25
 """A probe costs two system calls; a put that waits for room (5 s) sees many."""
 
 
+class Holding(Protocol):
+    """Whoever has the bytes of an unlinked file in his books. Called on the loop."""
+
+    def resized(self, size_bytes: int) -> None:
+        """The file takes so many bytes now: who holds it open for writing may write on, or truncate it."""
+
+    def released(self) -> None:
+        """Nobody holds it any more: its bytes are free."""
+
+
 @dataclasses.dataclass(slots=True)
-class _Held:
+class HeldBytes:
+    """An unlinked file of a volume: `Books.held` counts what it takes at every moment."""
+
+    books: Books
+    size_bytes: int
+    on_free: Callable[[], None]
+
+    def resized(self, size_bytes: int) -> None:
+        if size_bytes != self.size_bytes:
+            self.books.held_resized(size_bytes - self.size_bytes)
+            shrunk, self.size_bytes = size_bytes < self.size_bytes, size_bytes
+            if shrunk:
+                self.on_free()
+
+    def released(self) -> None:
+        self.books.let_go(self.size_bytes)
+        self.on_free()
+
+
+class _Held(NamedTuple):
     fd: int
-    release: Callable[[], None]
+    holding: Holding
+
+
+class _Seen(NamedTuple):
+    is_free: bool
+    size_bytes: int
 
 
 class HeldFiles:
@@ -32,33 +68,34 @@ class HeldFiles:
     def __len__(self) -> int:
         return len(self._files)
 
-    def add(self, fd: int, release: Callable[[], None]) -> None:
-        """`release` is called on the loop once nobody but this private fd has the file; `fd` is then closed."""
-        self._files.append(_Held(fd, release))
+    def add(self, fd: int, holding: Holding) -> None:
+        """`holding` is told once nobody but this private fd has the file; `fd` is then closed."""
+        self._files.append(_Held(fd, holding))
 
     async def probe(self) -> None:
         """One round over all."""
         files, self._files = self._files, []
-        free = await self._runtime.in_thread(self._free, files)
-        for held, is_free in zip(files, free, strict=True):
+        seen = await self._runtime.in_thread(self._look, files)
+        for held, (is_free, size_bytes) in zip(files, seen, strict=True):
             if is_free:
-                held.release()
+                held.holding.released()
             else:
+                held.holding.resized(size_bytes)
                 self._files.append(held)
 
     def close(self) -> None:
         while self._files:
             self._disk.close(self._files.pop().fd)
 
-    def _free(self, files: list[_Held]) -> list[bool]:
-        free = []
+    def _look(self, files: list[_Held]) -> list[_Seen]:
+        seen = []
         for held in files:
             # Where leases do not work nobody can tell: then an unlinked file counts as free, as for any other program.
             is_free = lease.holders(held.fd) is not Holders.SOME
+            seen.append(_Seen(is_free, self._disk.fstat(held.fd).used_bytes))
             if is_free:
                 self._disk.close(held.fd)
-            free.append(is_free)
-        return free
+        return seen
 
 
 def unlink_watched(disk: Disk, path: str) -> int | None:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 from kvstore.config.units import format_size
 from kvstore.core.errors import NoSpace, Unavailable
+from kvstore.core.limits import ROOM_WAIT_S
 from kvstore.worker.disk import disk_bytes
 from kvstore.worker.evict import Evictor
 from kvstore.worker.store import Store
 from kvstore.worker.volume import Volume
 
+HOPELESS_S = 2.0
+"""After a wait in vain the next ones are told at once for so long, unless something becomes free."""
 RETRY_S = 0.05
 """Wait for room nobody announced (other programs of the disk freed some) no longer than this before looking again."""
+
+
+class _Hopeless(NamedTuple):
+    missing_bytes: int
+    until_s: float
 
 
 class Room:
@@ -26,10 +35,12 @@ class Room:
         self.look: Callable[[Volume], Awaitable[None]] = _no_look
         self._turns = {volume.id: asyncio.Lock() for volume in store.volumes}
         self._freed = asyncio.Event()
+        self._hopeless: dict[int, _Hopeless] = {}
 
     def freed(self) -> None:
         """Room may have appeared: whoever waits looks again."""
         self._freed.set()
+        self._hopeless.clear()
 
     async def take(self, size_bytes: int, timeout_s: float, *, memory: bool = False) -> Volume:
         """A volume that now has `size_bytes` (as a disk counts them) in its books as staging.
@@ -46,8 +57,12 @@ class Room:
                         if volume.books.free >= need:
                             volume.books.take(need)
                             return volume
+                    if all(self._is_hopeless(volume, need) for volume in volumes):
+                        raise self._no_space(size_bytes, volumes)
                     await self._make_room(max(volumes, key=_could_be_free), need)
         except TimeoutError:
+            for volume in self._store.in_service:
+                self._waited(volume, need, timeout_s)
             raise self._no_space(size_bytes, self._store.in_service) from None
 
     async def grow(self, volume: Volume, missing_bytes: Callable[[], int], timeout_s: float) -> None:
@@ -58,10 +73,11 @@ class Room:
         try:
             async with asyncio.timeout(timeout_s):
                 while volume.books.missing(more := missing_bytes()) > 0:
-                    if more > volume.books.capacity or timeout_s <= 0:
+                    if more > volume.books.capacity or timeout_s <= 0 or self._is_hopeless(volume, more):
                         raise self._no_space(more, [volume])
                     await self._make_room(volume, more)
         except TimeoutError:
+            self._waited(volume, missing_bytes(), timeout_s)
             raise self._no_space(missing_bytes(), [volume]) from None
         volume.books.take(more)
 
@@ -83,9 +99,26 @@ class Room:
             if missing <= 0:
                 return
             self._freed.clear()
-            if await self._evictor.make_room(volume, missing) and volume.books.missing(need) <= 0:
-                return
+            # What is not there to be evicted cannot make room: then nothing is evicted for nothing.
+            if missing <= volume.books.blocks:
+                await self._evictor.make_room(volume, missing)
+                if volume.books.missing(need) <= 0:
+                    return
         await self._wait()
+
+    def _waited(self, volume: Volume, need: int, timeout_s: float) -> None:
+        """In vain. A reader's short wait says nothing of a longer one."""
+        if timeout_s >= ROOM_WAIT_S:
+            end_s = self._store.runtime.monotonic_s() + HOPELESS_S
+            self._hopeless[volume.id] = _Hopeless(volume.books.missing(need), end_s)
+
+    def _is_hopeless(self, volume: Volume, need: int) -> bool:
+        """Somebody waited in vain for no more than this, and nothing became free since. To wait again would hang
+        whoever asks for one file after the other: a fork flushes each file that its process has open.
+        """
+        known = self._hopeless.get(volume.id)
+        now = self._store.runtime.monotonic_s()
+        return known is not None and now < known.until_s and volume.books.missing(need) >= known.missing_bytes
 
     async def _wait(self) -> None:
         try:

@@ -13,7 +13,7 @@ from kvstore.core.errors import InvalidRequest, KvError, NotFound, Overloaded, S
 from kvstore.core.limits import MAX_OPEN_STAGING_PER_SESSION, ROOM_WAIT_S
 from kvstore.worker.background import Background
 from kvstore.worker.disk import Disk, disk_bytes
-from kvstore.worker.held import HeldFiles, unlink_watched
+from kvstore.worker.held import HeldBytes, HeldFiles, unlink_watched
 from kvstore.worker.room import Room
 from kvstore.worker.sessions import Sessions
 from kvstore.worker.sink import Sink
@@ -167,18 +167,22 @@ class Staging:
     async def _discard(self, staged: Staged) -> None:
         """Unlink a file that is already `busy`, and forget it."""
         try:
-            fd = await self._store.runtime.in_thread(unlink_watched, self._disk, staged.path)
+            fd, size = await self._store.runtime.in_thread(self._unlink, staged.path)
         except OSError as error:
             staged.busy = False
             raise self._store.explain(staged.volume, error, "removing a staging file") from None
         self._forget(staged)
-        books, size = staged.volume.books, staged.counted
-        if fd is None:
-            books.give_back(size)
-        else:
+        books = staged.volume.books
+        books.give_back(staged.counted - size)
+        if fd is not None:
             books.hold(staging=size)
-            self._held.add(fd, lambda: self._let_go(staged.volume, size))
+            self._held.add(fd, HeldBytes(books, size, self._store.on_free))
         self._store.on_free()
+
+    def _unlink(self, path: str) -> tuple[int | None, int]:
+        """An fd that watches whoever has it open, and the bytes that it takes still; (None, 0) when they are free."""
+        fd = unlink_watched(self._disk, path)
+        return (None, 0) if fd is None else (fd, self._disk.fstat(fd).used_bytes)
 
     def became_block(self, staged: Staged, length_bytes: int) -> None:
         """Its file was renamed to an address."""
@@ -252,10 +256,6 @@ class Staging:
         files.pop(staged.handle, None)
         if not files:
             self._by_session.pop(staged.session, None)
-
-    def _let_go(self, volume: Volume, size_bytes: int) -> None:
-        volume.books.let_go(size_bytes)
-        self._store.on_free()
 
     def _check_size(self, size_bytes: int) -> None:
         if size_bytes < 0:

@@ -83,6 +83,7 @@ class Store:
         block.owned, block.given_up = True, False
         self.unowned.pop(block.id, None)
         self.fences.settle(block.id)
+        self.on_free()  # it can be evicted now
 
     def disown(self, block: Block) -> None:
         """The master does not know it (any more): its grace starts again."""

@@ -13,7 +13,7 @@ import pytest
 from kvstore.core.errors import Corrupt, InvalidRequest, KvError, NoSpace, NotFound, Stale, TooLarge
 from kvstore.core.hashing import hash_block
 from kvstore.core.types import Address, BlockId
-from kvstore.worker import staging
+from kvstore.worker import room, staging
 from kvstore.worker.block import Block
 from kvstore.worker.books import Books
 from kvstore.worker.disk import Disk
@@ -415,6 +415,53 @@ async def test_a_file_that_grew_over_the_capacity_gets_no_more(worker: Worker, m
     await worker.staging.reserve(staged, 2 * MIB)
     assert staged.volume.books.staging == 2 * MIB
     os.close(fd)
+
+
+async def test_a_staging_file_that_was_emptied_frees_its_bytes_while_it_is_open(worker: Worker) -> None:
+    staged, fd = await worker.staging.create(1, 4 * MIB)
+    books = staged.volume.books
+    os.pwrite(fd, b"x" * (4 * MIB), 0)
+    os.ftruncate(fd, 0)
+    await worker.staging.abort(staged)
+    assert books.used == 0
+    os.pwrite(fd, b"x" * MIB, 0)  # its writer goes on
+    await worker.held.probe()
+    assert books.held == MIB
+    os.ftruncate(fd, 0)
+    await worker.held.probe()
+    assert books.held == 0
+    os.close(fd)
+    await worker.held.probe()
+    assert books.used == 0
+
+
+async def test_nothing_is_evicted_where_it_would_not_help(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "ROOM_WAIT_S", 0.2)
+    blocks = [await kit.put(worker, os.urandom(MIB)) for _ in range(8)]
+    staged, fd = await worker.staging.create(1, 0)
+    os.pwrite(fd, b"x" * (100 * MIB), 0)  # by passthrough nobody stops it
+    await worker.staging.look(staged.volume)
+    with pytest.raises(NoSpace):
+        await worker.staging.create(2, MIB, 0.2)
+    assert all([await kit.get(worker, block.address) for block in blocks])
+    os.close(fd)
+    await worker.staging.abort(staged)
+
+
+async def test_who_waited_in_vain_waits_for_all(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "ROOM_WAIT_S", 0.3)
+    monkeypatch.setattr(room, "ROOM_WAIT_S", 0.3)
+    full, fd = await worker.staging.create(1, 64 * MIB)
+    os.close(fd)
+    files = [(await worker.staging.create(2, 0)) for _ in range(20)]
+    start = worker.runtime.monotonic_s()
+    for staged, other in files:
+        os.close(other)
+        with pytest.raises(NoSpace):
+            await worker.staging.reserve(staged, MIB)
+    assert worker.runtime.monotonic_s() - start < 3.0, "one wait, not twenty"
+    await worker.staging.abort(full)
+    await worker.staging.reserve(files[0][0], MIB)
 
 
 async def test_what_never_fits_is_told_at_once(worker: Worker) -> None:
