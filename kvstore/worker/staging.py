@@ -21,6 +21,7 @@ from kvstore.worker.store import Store
 from kvstore.worker.volume import WORKER_SESSION, Volume
 
 log = logging.getLogger(__name__)
+OVERGROWN_WAIT_S = 1.0
 PRIVATE = WORKER_SESSION
 """Session of fetches, copies and uploads."""
 
@@ -144,6 +145,8 @@ class Staging:
                 raise Stale(f"staging {staged.handle:x}: it was sealed or aborted meanwhile")
             return max(0, need - staged.counted)
 
+        if missing_bytes() == 0:  # written already, without leave: the cap is passed as long as this waits
+            wait_s = min(wait_s, OVERGROWN_WAIT_S)
         await self._room.grow(staged.volume, missing_bytes, wait_s)
         staged.counted, staged.granted = max(need, staged.counted), max(need, staged.granted)
 
