@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from bench import trace
 from bench.store import PYTHON
 
 
@@ -17,6 +18,10 @@ def main() -> None:
     run("SDK beside the plain file", "bench.sdk")
     run("mount beside a plain directory", "bench.mount")
     run("master: 1,000,000 entries", "bench.master_scale")
+    if trace.DEFAULT_DATA.is_dir():
+        run("cache policies on real traces", "bench.trace")
+    else:
+        print("\n== cache policies on real traces: left out; python -m bench.trace --data DIR names the traces")
 
 
 if __name__ == "__main__":
