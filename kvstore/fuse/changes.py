@@ -4,6 +4,7 @@ master, name).
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from kvstore.fuse.files import Files
 from kvstore.fuse.inodes import Cached
 from kvstore.fuse.local import LocalFiles
 from kvstore.fuse.localfile import Key, LocalFile
+from kvstore.fuse.notoffered import refuse
 from kvstore.fuse.publishing import Publisher
 from kvstore.fuse.saved import Saved
 from kvstore.fuse.sealed import SealedFiles
@@ -66,16 +68,18 @@ class Changes:
             self._lost_name(entry)
             self._local.detach_key(key)
 
-    async def unlink_temporary(self, key: Key) -> None:
-        gone = self._local.temps.unlink(key)
+    async def unlink_temporary(self, key: Key, process: int) -> None:
+        gone = self._local.temps.unlink(key, process)
         if not gone:
             raise NotFound(f"no temporary file {key[1]!r}")
         for file in gone:
             await self._unname(file)
 
-    async def rename_temporary(self, source: Key, target: Key, *, to_temporary: bool, no_replace: bool) -> None:
+    async def rename_temporary(
+        self, source: Key, target: Key, process: int, *, to_temporary: bool, no_replace: bool
+    ) -> None:
         """A temporary name becomes another one, or is published under an ordinary one."""
-        file = self._local.temps.to_rename(source)
+        file = self._local.temps.to_rename(source, process)
         if file is None:
             raise NotFound(f"no temporary file {source[1]!r}")
         if to_temporary:
@@ -87,8 +91,8 @@ class Changes:
             file.published = False
             self._local.move(file, target)
 
-    async def rename(self, source: Key, target: Key, *, no_replace: bool) -> None:
-        """Both names are ordinary ones."""
+    async def rename(self, source: Key, target: Key, *, no_replace: bool, only_files: bool) -> None:
+        """Both names are ordinary ones. `only_files`: a directory is refused."""
         moved, replaced = self._local.by_key.get(source), self._local.by_key.get(target)
         if moved is not None and not moved.published:
             await self._publisher.flush(moved)
@@ -96,7 +100,7 @@ class Changes:
             there = self._tree.cache.by_name(target)
             if there is not None and there.entry.is_dir and self._local.temps.listed(there.entry.inode):
                 raise NotEmpty("temporary files are in it")
-            entry = await self._rename_at_master(source, target, no_replace)
+            entry = await self._rename_at_master(source, target, no_replace, only_files)
             if there is not None and there.entry.inode != entry.inode:
                 self._lost_name(there.entry)
             if moved is not None:
@@ -181,11 +185,13 @@ class Changes:
         if file.handles == 0:
             await self._files.discard(file)
 
-    async def _rename_at_master(self, source: Key, target: Key, no_replace: bool) -> Entry:
+    async def _rename_at_master(self, source: Key, target: Key, no_replace: bool, only_files: bool) -> Entry:
         for fresh in (False, True):
             if fresh:
                 self._tree.gone(source)
             cached = await self._tree.by_name(source)
+            if only_files and cached.entry.is_dir:
+                refuse(errno.EXDEV)
             name = RenameName(*source, *target, no_replace=no_replace, inode=cached.entry.inode)
             try:
                 await self._tree.master.rename(name)

@@ -83,7 +83,7 @@ class Files:
         self._pinned: Recently[int] = Recently(HAND_SHAKE_S)
 
     async def create(
-        self, key: Key, temporary: bool, mode: int, flags: int, uid: int, gid: int
+        self, key: Key, temporary: bool, mode: int, flags: int, uid: int, gid: int, process: int
     ) -> tuple[Opened, LocalFile | Cached]:
         """The kernel knows no such name. A temporary one needs nobody; an ordinary one is published empty, and whoever
         opened it only to read has the published file, as everybody else (a lock file is one file for all).
@@ -92,7 +92,7 @@ class Files:
         if temporary:
             file = self._local.new(key, True, mode, uid, gid, now_ns)
             self._local.temps.opened(key, file)
-            return await self._hand_out_written(file, file.inode, flags, truncate=True), file
+            return await self._hand_out_written(file, file.inode, flags, process, truncate=True), file
         file = self._local.by_key.get(key) or self._local.new(key, False, mode, uid, gid, now_ns)
         number = file.inode
         self._local.opened(file, number, writes=True)  # from here on it is not swept away
@@ -108,11 +108,11 @@ class Files:
         cached = await self._tree.by_inode(file.entry.inode)
         return self._hand_out(await self._open_sealed(cached)), cached
 
-    async def open(self, inode: int, flags: int) -> Opened:
+    async def open(self, inode: int, flags: int, process: int) -> Opened:
         """Raises Stale for what must be looked up again: outdated numbers, and sealed files that are to be written."""
         writes = (flags & _ACCESS) != os.O_RDONLY or bool(flags & os.O_TRUNC)
         if Numbers.is_local(inode):
-            return await self._open_local(inode, flags, writes)
+            return await self._open_local(inode, flags, process, writes)
         if writes:
             self._local.want(inode, self._tree.cache.last_key(inode), self._runtime.monotonic_s())
             raise Stale("to be written: look it up again")
@@ -216,24 +216,27 @@ class Files:
             file.size_bytes = there.length_bytes
         return truncate
 
-    async def _open_local(self, number: int, flags: int, writes: bool) -> Opened:
+    async def _open_local(self, number: int, flags: int, process: int, writes: bool) -> Opened:
         file = self._local.get(number)
         if file is None:
             self._local.contested(self._local.former_key(number), self._runtime.monotonic_s())
             file = self._local.private_version(number, self._runtime.wall_ns()) if writes else None
             if file is None:
                 raise Stale("this version of the file is gone")
-            return await self._hand_out_written(file, number, flags, truncate=False)
+            return await self._hand_out_written(file, number, flags, process, truncate=False)
         if not writes:
             return await self._open_local_to_read(file, number, flags)
         if file.temp_key is not None and not file.is_expected(self._runtime.monotonic_s()):
             file, truncate = await self._version_to_write(file, number, flags)
         else:
             truncate = bool(flags & os.O_TRUNC)
-        return await self._hand_out_written(file, number, flags, truncate=truncate)
+        return await self._hand_out_written(file, number, flags, process, truncate=truncate)
 
-    async def _hand_out_written(self, file: LocalFile, number: int, flags: int, *, truncate: bool) -> Opened:
+    async def _hand_out_written(
+        self, file: LocalFile, number: int, flags: int, process: int, *, truncate: bool
+    ) -> Opened:
         self._check_exchangeable(file)
+        file.process = process
         self._local.opened(file, number, writes=True)
         try:
             await self._prepare(file, truncate)

@@ -75,6 +75,10 @@ class LocalFile:
     """The temporary name it has, or had until it was renamed: an open by that name may still be on its way to this
     number.
     """
+    process: int = 0
+    """Id of the process (thread group) that opened it for writing last, 0 where that is not known: which version of a
+    temporary name is whose.
+    """
     looked_up: bool = False
     """A look-up was answered its number: an open of it need not come from its writer."""
     mapped: bool = False

@@ -2,7 +2,8 @@
 
 A temporary name never reaches the master. It is a list of versions, one for each open that wrote it, every one with an
 inode number and a staging file of its own; so two writers who share ``X.tmp`` cannot mix their bytes, and each of their
-renames finds a whole version:
+renames finds a whole version. Of several, a RENAME and an UNLINK mean one that their own process opened; the table is
+for the choice among those, and among all where there are none (``mv`` renames what another process wrote):
 
 =================== ==================== ========================================= ==========
 the kernel asks     only open versions   a closed version                          none
@@ -15,9 +16,10 @@ RENAME to another   the oldest           the one the last LOOKUP answered, else 
                                          the one that was flushed last
 =================== ==================== ========================================= ==========
 
-Flushed last, because whoever renames has just closed: what a writer left behind that died in the middle of its put is
-older. Bytes that moved because somebody opened the name to write are *superseded* and come after all others; they only
-serve the writer whose rename comes second.
+Processes come first, because a FLUSH alone proves little: a forked child that closes what it inherited flushes its
+parent's half. Flushed last, because whoever renames has just closed: what a writer left behind that died in the middle
+of its put is older. Bytes that moved because somebody opened the name to write are *superseded* and come after all
+others; they only serve the writer whose rename comes second.
 
 Everything here is pure: time comes in, what is to be dropped goes out.
 """
@@ -56,6 +58,14 @@ class TempPatterns:
             return True
         return any(last.fullmatch(name) and parent.fullmatch(directory_name) for parent, last in self._two)
 
+    def differ(self, one: str, other: str) -> bool:
+        """Whether a name in a directory could be temporary while that is called `one`, and ordinary while `other`."""
+        return self._inside(one) != self._inside(other)
+
+    def _inside(self, directory_name: str) -> set[re.Pattern[str]]:
+        """What makes names temporary in a directory of this name."""
+        return {*self._one, *(last for parent, last in self._two if parent.fullmatch(directory_name))}
+
 
 def _compile(pattern: str) -> tuple[re.Pattern[str] | None, re.Pattern[str]]:
     *_, parent, last = ("", *pattern.rsplit("/", 2))
@@ -71,6 +81,8 @@ class Version(Protocol):
     """What the table needs to know of a version."""
 
     inode: int
+    process: int
+    """Id of the one that opened it for writing; 0 where that is not known."""
 
 
 class State(NamedTuple):
@@ -83,6 +95,11 @@ class State(NamedTuple):
 
 NO_STATE: Final = State("", 0.0)
 V = TypeVar("V", bound=Version)
+
+
+def _of(versions: list[V], process: int) -> list[V]:
+    """Those of the process, in the same order; all where it has none."""
+    return [v for v in versions if process and v.process == process] or versions
 
 
 class _Slot(Generic[V]):
@@ -222,12 +239,12 @@ class TempNames(Generic[V]):
             slot.superseded = sorted([*slot.superseded, (version, state.since_s)], key=lambda item: -item[1])
         self._tidy(key, slot)
 
-    def to_rename(self, key: Key) -> V | None:
-        """The version that a RENAME means; it stays until `remove`."""
+    def to_rename(self, key: Key, process: int = 0) -> V | None:
+        """The version that a RENAME by this process means; it stays until `remove`."""
         slot = self._slots.get(key)
         if not slot:
             return None
-        ready = slot.ready()
+        ready = _of(slot.ready(), process)
         return next((v for v in ready if v.inode == slot.answered), None) or next(iter(ready or slot.open), None)
 
     def remove(self, key: Key, version: V) -> None:
@@ -237,12 +254,14 @@ class TempNames(Generic[V]):
             slot.flushes.pop(id(version), None)
             self._tidy(key, slot)
 
-    def unlink(self, key: Key) -> list[V]:
-        """The version that the name shows and all superseded ones leave; open ones stay with their writers."""
+    def unlink(self, key: Key, process: int = 0) -> list[V]:
+        """The version that an UNLINK by this process means and all superseded ones leave; open ones stay with their
+        writers.
+        """
         slot = self._slots.get(key)
         if not slot:
             return []
-        gone = slot.ready()[:1]
+        gone = _of(slot.ready(), process)[:1]
         gone += [v for v, _ in slot.superseded if v not in gone]
         return self._remove_all(key, gone)
 

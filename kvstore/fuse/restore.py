@@ -92,8 +92,8 @@ def _file(record: FileRecord, kept_fd: int, blocks: AsyncBlocks) -> LocalFile:
     file.changes = 1 if record.dirty else 0
     if file.hashed is not None:
         file.hashed = file.hashed._replace(changes=file.changes)
-    file.keep_mtime, file.temp_key, file.looked_up, file.expected_opens, file.mapped = (
-        record.keep_mtime, record.temp_key, record.looked_up, record.expected_opens, record.mapped
+    file.keep_mtime, file.temp_key, file.looked_up, file.expected_opens, file.mapped, file.process = (
+        record.keep_mtime, record.temp_key, record.looked_up, record.expected_opens, record.mapped, record.process
     )  # fmt: skip
     return file
 

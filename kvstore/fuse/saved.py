@@ -64,6 +64,7 @@ class FileRecord(msgspec.Struct, array_like=True, frozen=True):
     mapped: bool
     seen: tuple[int, int] | None
     state: State
+    process: int = 0
 
 
 class HandleRecord(msgspec.Struct, array_like=True, frozen=True):
@@ -247,6 +248,7 @@ def record_of(file: LocalFile, state: State) -> FileRecord:
         file.size_bytes, -1 if file.staged is None else file.staged.handle, file.reserved_bytes, file.sealed,
         file.hashed, file.entry, file.published, file.is_dirty, file.keep_mtime, file.temp_key, file.looked_up,
         file.expected_opens, file.mapped, file.seen, State("closed", 0.0) if file.renaming else state,
+        file.process,
     )  # fmt: skip
 
 

@@ -11,20 +11,31 @@ import itertools
 import mmap
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from tests.fuse.calls import expect, rename_with
-from tests.fuse.conftest import Store
 from tests.support.child import Child, in_child
+from tests.support.kept import kill_fs
+from tests.support.modes import MODES, Pair, mounted_pair
 
 MIB = 1 << 20
 
 
+@pytest.fixture(scope="module", params=MODES)
+def store(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with mounted_pair(tmp_path_factory.mktemp("store"), request.param) as pair:
+        yield pair
+
+
 @pytest.fixture
-def place(store: Store, fresh: str) -> Path:
+def place(store: Pair, fresh: str) -> Path:
     path = store.a / fresh
     in_child(os.mkdir, path)
     return path
@@ -166,6 +177,37 @@ def directory_of_temporary_files(d: Path) -> None:
     os.rmdir(d / ".tmp")
 
 
+def directories_keep_what_is_temporary_in_them(d: Path) -> None:
+    """Renamed, a file in them would be listed, and neither opened nor removed."""
+    for name in (".tmp", "pre", "sub"):
+        (d / name).mkdir()
+        (d / name / "k").write_text(name)
+    expect(errno.EXDEV, os.rename, d / ".tmp", d / "post")
+    expect(errno.EXDEV, os.rename, d / "pre", d / "sub" / ".tmp")
+    expect(errno.EXDEV, rename_with, 1, d / "pre", d / "sub" / ".tmp")
+    expect(errno.ENOENT, os.rename, d / "nothing", d / "post")
+    os.rename(d / ".tmp", d / "sub" / ".tmp")
+    os.rename(d / "pre", d / "x")
+    shutil.move(d / "sub" / ".tmp", d / "post")  # copies
+    shutil.move(d / "x", d / ".tmp")
+    assert (d / "post" / "k").read_text() == ".tmp"
+    assert (d / ".tmp" / "k").read_text() == "pre"
+    os.rename(d / ".tmp" / "k", d / "k")
+    os.rmdir(d / ".tmp")
+    os.rename(d / "k", d / ".tmp")
+    os.rename(d / ".tmp", d / "k")
+    assert sorted(os.listdir(d)) == ["k", "post", "sub"]
+    shutil.rmtree(d)
+
+
+def renamed_by_another_process(d: Path) -> None:
+    """mv(1) has no version of its own."""
+    for data in (b"older", b"newer"):
+        in_child((d / "k.tmp").write_bytes, data)
+    os.rename(d / "k.tmp", d / "k.data")
+    assert (d / "k.data").read_bytes() == b"newer"
+
+
 def written_on_through_a_duplicate(d: Path) -> None:
     """Neither close nor rename end writing: a duplicate goes on, in a copy that its own close publishes."""
     fd = open_to_write(d / "k.tmp")
@@ -202,7 +244,8 @@ def empty(d: Path) -> None:
 CASES = [
     one_put, half_written_is_nobody_s, two_writers_at_once, two_writers_both_closed, a_second_put_after_a_torn_one,
     without_truncation_a_stale_file_leaves_no_tail, direct, appended_and_reread, moved_about,
-    directory_of_temporary_files, written_on_through_a_duplicate, renamed_with_no_replace, empty,
+    directory_of_temporary_files, directories_keep_what_is_temporary_in_them, renamed_by_another_process,
+    written_on_through_a_duplicate, renamed_with_no_replace, empty,
 ]  # fmt: skip
 
 
@@ -211,14 +254,83 @@ def test_temporary_names(case: Callable[[Path], None], place: Path) -> None:
     in_child(case, place)
 
 
-def test_other_mounts_never_see_them(store: Store, place: Path) -> None:
+def put_and_fork(directory: Path) -> Iterator[str]:
+    """A put with a fork in its middle: the child closes what it inherited, which flushes the half."""
+    fd = open_to_write(directory / "k.tmp")
+    os.write(fd, b"1" * MIB)
+    yield "half"
+    in_child(os.close, fd)
+    yield "flushed"
+    os.write(fd, b"1" * MIB)
+    os.close(fd)
+    os.rename(directory / "k.tmp", directory / "k.data")
+    yield "renamed"
+
+
+def take_steps(told: Connection, teller: Connection, steps: Iterator[str]) -> None:
+    """One each time it is told to; says which."""
+    teller.close()
+    for step in steps:
+        told.send(step)
+        told.recv()
+
+
+def beside_a_flushed_half(d: Path, finish: Callable[[Path], None]) -> None:
+    """A whole version, closed but for a duplicate, when another process has flushed the half of its own; `finish`
+    renames or removes it. That process goes on to the end of its put.
+    """
+    teller, told = Pipe()
+    other = Child(take_steps, told, teller, put_and_fork(d))
+    told.close()
+    assert teller.recv() == "half"
+    fd = open_to_write(d / "k.tmp")
+    os.write(fd, b"2" * MIB)
+    duplicate = os.dup(fd)
+    os.close(fd)
+    teller.send(None)
+    assert teller.recv() == "flushed"
+    finish(d)
+    teller.send(None)
+    assert teller.recv() == "renamed"
+    assert (d / "k.data").read_bytes() == b"1" * 2 * MIB
+    teller.send(None)
+    other.join()
+    os.close(duplicate)
+    assert os.listdir(d) == ["k.data"]
+
+
+def rename_in_a_thread(d: Path) -> None:
+    """As LMCache does: not in the thread that opened it."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(os.rename, d / "k.tmp", d / "k.data").result()
+    assert (d / "k.data").read_bytes() == b"2" * MIB
+
+
+def give_up(d: Path) -> None:
+    """As LMCache does when a put fails."""
+    os.unlink(d / "k.tmp")
+
+
+@pytest.mark.parametrize("finish", [rename_in_a_thread, give_up], ids=lambda finish: finish.__name__)
+def test_a_process_means_its_own(store: Pair, place: Path, finish: Callable[[Path], None]) -> None:
+    in_child(beside_a_flushed_half, place, finish)
+    if store.mode == "passthrough":  # a successor knows whose is whose
+        in_child(beside_a_flushed_half, place, partial(finish_after_a_kill, finish, store.a.path))
+
+
+def finish_after_a_kill(finish: Callable[[Path], None], mount: Path, d: Path) -> None:
+    kill_fs(mount)
+    finish(d)
+
+
+def test_other_mounts_never_see_them(store: Pair, place: Path) -> None:
     there = store.b / place.name
     in_child((place / "k.tmp").write_bytes, b"1")
     assert in_child(os.listdir, there) == []
     assert not in_child((there / "k.tmp").exists)
 
 
-def test_writers_in_four_processes_on_two_mounts_share_their_names(store: Store, fresh: str) -> None:
+def test_writers_in_four_processes_on_two_mounts_share_their_names(store: Pair, fresh: str) -> None:
     """No put fails, every read at every moment is a whole version that somebody wrote, nothing is left behind."""
     in_child(os.mkdir, store.a / fresh)
     keys, rounds = 3, 4

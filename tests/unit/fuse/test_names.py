@@ -17,6 +17,7 @@ KEY = (1, "k.tmp")
 @dataclass(eq=False)
 class Version:
     inode: int
+    process: int = 0
 
 
 @pytest.mark.parametrize(
@@ -48,6 +49,24 @@ def test_a_pattern_may_name_a_prefix_or_a_character() -> None:
     assert not patterns.match("", "~")
     assert patterns.match("in", "part-1")
     assert not patterns.match("out", "part-1")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "differ"),
+    [
+        (".tmp", "post", True),
+        ("pre", ".tmp", True),
+        (".tmp", ".tmp", False),
+        ("pre", "post", False),
+        ("in", "out", True),
+        ("in", "inside", False),
+        ("a.tmp", "a", False),
+        ("all", "post", False),  # *.tmp holds everywhere
+    ],
+)
+def test_whether_a_directory_s_name_decides(one: str, other: str, differ: bool) -> None:
+    patterns = TempPatterns(["*.tmp", ".tmp/*", "in*/part-*", "all/*.tmp"])
+    assert patterns.differ(one, other) is patterns.differ(other, one) is differ
 
 
 def names(*versions: Version) -> TempNames[Version]:
@@ -128,6 +147,38 @@ def test_released_before_only_flushed() -> None:
     assert table.lookup(KEY) is None
 
 
+def test_a_process_means_its_own_version() -> None:
+    """Of those that are ready, whichever was flushed last, and whatever a look-up answered."""
+    half, whole, unknown = Version(1, 10), Version(2, 20), Version(3)
+    table = names(half, whole, unknown)
+    for version in (whole, unknown, half):
+        table.flushed(KEY, version)
+    assert table.lookup(KEY) is half
+    assert table.to_rename(KEY, 20) is whole
+    assert table.to_rename(KEY, 10) is half
+    assert table.to_rename(KEY, 30) is half, "mv has none"
+    assert table.to_rename(KEY, 0) is half, "unknown is nobody"
+    assert table.unlink(KEY, 20) == [whole]
+    assert table.to_rename(KEY, 20) is half
+    table.opened(KEY, half)
+    assert table.to_rename(KEY, 10) is unknown, "its own is still being written"
+
+
+def test_of_its_own_versions_a_process_means_the_newest() -> None:
+    superseded, again, older, other = Version(1, 10), Version(1, 10), Version(2, 10), Version(3, 20)
+    table = names(superseded, older, other)
+    table.closed(KEY, superseded, 0.0)
+    superseded.inode = 4
+    table.rewritten(KEY, superseded, again, 0.0)
+    for version in (older, again, other):
+        table.closed(KEY, version, 0.0)
+    taken = []
+    while (renamed := table.to_rename(KEY, 10)) is not None:
+        table.remove(KEY, renamed)
+        taken.append(renamed)
+    assert taken == [again, older, superseded, other]
+
+
 def test_rewritten_bytes_come_last() -> None:
     torn, again = Version(1), Version(1)
     table = names(torn)
@@ -179,14 +230,14 @@ class Writers(RuleBasedStateMachine):
         self.numbers += 1
         return self.numbers
 
-    @rule()
-    def open_to_write(self) -> None:
+    @rule(process=st.integers(0, 2))
+    def open_to_write(self, process: int) -> None:
         shown = self.table.lookup(KEY)
         if shown is None:
-            version = Version(self._number())
+            version = Version(self._number(), process)
             self.table.opened(KEY, version)
         else:
-            version = Version(shown.inode)
+            version = Version(shown.inode, process)
             shown.inode = self._number()
             self.table.rewritten(KEY, shown, version, 0.0)
         self.writing.append(version)
@@ -202,12 +253,13 @@ class Writers(RuleBasedStateMachine):
         self.renames_due += 1
 
     @precondition(lambda self: self.renames_due)
-    @rule(looked_up=st.booleans())
-    def rename(self, looked_up: bool) -> None:
+    @rule(looked_up=st.booleans(), process=st.integers(0, 2))
+    def rename(self, looked_up: bool, process: int) -> None:
         shown = self.table.lookup(KEY) if looked_up else None
-        version = self.table.to_rename(KEY)
+        version = self.table.to_rename(KEY, process)
         assert version is not None
-        assert shown is None or version is shown
+        own = [v for v in self.table.all() if v not in self.writing and process and v.process == process]
+        assert version in own if own else (shown is None or version is shown)
         assert version not in self.taken
         assert version not in self.writing
         self.table.remove(KEY, version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,14 +14,14 @@ from kvstore.core.types import Address, BlockId, Entry, Replica
 from kvstore.fuse import saved as saved_module
 from kvstore.fuse.localfile import Hashed, LocalFile
 from kvstore.fuse.names import State
-from kvstore.fuse.saved import Facts, HandleRecord, ListingRecord, SavedState, record_of
+from kvstore.fuse.saved import Facts, FileRecord, HandleRecord, ListingRecord, SavedState, record_of
 
 ADDRESS = Address(BlockId(2**63 + 5, 7), 4096, 2**64 - 1)
 ENTRY = Entry(5, 0o100644, 0, 0, 4096, 1, 2, ADDRESS, (Replica(9, "ssd", "n", "127.0.0.1:1"),), 1)
 
 
 def file(id_: int) -> LocalFile:
-    made = LocalFile(id_, id_ + 100, (1, "ü.tmp"), True, 0o100600, 1, 2, 3, 4, 5, temp_key=(1, "ü.tmp"))
+    made = LocalFile(id_, id_ + 100, (1, "ü.tmp"), True, 0o100600, 1, 2, 3, 4, 5, temp_key=(1, "ü.tmp"), process=2**22)
     made.sealed, made.hashed, made.entry = SealedBlock(ADDRESS, 9), Hashed(3, 5, 6, 2**64 - 1), ENTRY
     made.seen = (5, 6)
     return made
@@ -86,6 +87,13 @@ def test_a_renaming_version_can_be_renamed_by_a_successor(memfd: int) -> None:
     one = file(1)
     one.renaming = True
     assert record_of(one, State("", 0.0)).state.name == "closed"
+
+
+def test_a_record_of_an_older_version_knows_no_process() -> None:
+    record = record_of(file(1), State("closed", 1.5))
+    *older, process = msgspec.to_builtins(record)
+    assert process == 2**22
+    assert msgspec.convert(older, FileRecord) == msgspec.structs.replace(record, process=0)
 
 
 @given(st.integers(0, 200))
