@@ -2,8 +2,8 @@
 one gets frames.
 
 `AsyncBlocks` is the view. `AsyncLocalBlocks`: the worker's own files, no byte passes through a socket.
-`AsyncRemoteBlocks`: staging in files without a name, frames to a worker that placement picks. `AsyncEitherBlocks`:
-the local worker while it answers, else a remote one.
+`AsyncRemoteBlocks`: staging in files without a name, frames to a worker that placement picks. Both together:
+`either.py`.
 
 Who owns fds: a `Staging` owns its fd, and `seal` and `abort` close it; the fd that `open` returns is the caller's.
 Every method takes `timeout_s`, the deadline of the whole call (default by size, see `core.limits`), and raises KvError.
@@ -14,14 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol, TypeVar
 
 from kvstore.client import files, sockets
-from kvstore.client.breaker import Breakers
 from kvstore.client.deadline import Deadline
-from kvstore.client.elsewhere import LocalWrites, is_no_local_worker
 from kvstore.client.local import AsyncLocalWorker
 from kvstore.client.remote import AsyncRemote
 from kvstore.client.sockets import SealedBlock
@@ -107,6 +105,10 @@ class AsyncLocalBlocks:
     @property
     def node(self) -> str:
         return self._worker.hello.node if self._worker.hello else ""
+
+    async def ping(self, timeout_s: float) -> None:
+        """Whether it answers at all. Raises Unavailable, Timeout."""
+        await self._worker.stat(timeout_s=timeout_s)
 
     async def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
         staged = await self._worker.stage(size_hint, timeout_s=timeout_s)
@@ -308,90 +310,6 @@ class AsyncRemoteBlocks:
 
     async def _hash(self, view: memoryview) -> int:
         return hash_block(view) if len(view) <= INLINE_BYTES else await self._runtime.in_thread(hash_block, view)
-
-
-class AsyncEitherBlocks:
-    """The local worker while it answers, and for new blocks while its disk works, else remote ones. Staging is sealed
-    where it was made.
-    """
-
-    def __init__(self, local: AsyncLocalBlocks, remote: AsyncRemoteBlocks, path: str, breakers: Breakers) -> None:
-        self._local, self._remote, self._path, self._breakers = local, remote, path, breakers
-        self._writes = LocalWrites(path)
-
-    @property
-    def node(self) -> str:
-        return self._local.node
-
-    async def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
-        left = Deadline.of(timeout_s, store_timeout_s(0))
-        return await self._write(lambda b: b.stage(size_hint, timeout_s=left.left_s), left)
-
-    def adopt(self, handle: int, fd: int) -> Staging:
-        return self._local.adopt(handle, fd) if handle else self._remote.adopt(handle, fd)
-
-    async def reserve(
-        self, staging: Staging, size_bytes: int, *, evict: bool = True, timeout_s: float | None = None
-    ) -> None:
-        await self._owner(staging).reserve(staging, size_bytes, evict=evict, timeout_s=timeout_s)
-
-    async def seal(
-        self,
-        staging: Staging,
-        size_bytes: int,
-        *,
-        hash: int | None = None,
-        mtime_ns: int | None = None,
-        timeout_s: float | None = None,
-    ) -> SealedBlock:
-        owner = self._owner(staging)
-        with self._writes.watched(owner is self._local):
-            return await owner.seal(staging, size_bytes, hash=hash, mtime_ns=mtime_ns, timeout_s=timeout_s)
-
-    async def seal_copy(self, staging: Staging, *, timeout_s: float | None = None) -> SealedBlock:
-        return await self._owner(staging).seal_copy(staging, timeout_s=timeout_s)
-
-    async def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
-        await self._owner(staging).abort(staging, timeout_s=timeout_s)
-
-    async def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
-        left = Deadline.of(timeout_s, fetch_timeout_s(entry.length_bytes))
-        return await self._first(lambda b: b.open(entry, timeout_s=left.left_s), left)
-
-    async def touch(self, entries: Sequence[Entry], *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
-        left = Deadline(timeout_s)
-        await self._first(lambda b: b.touch(entries, timeout_s=left.left_s), left)
-
-    async def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock:
-        left = Deadline.of(timeout_s, store_timeout_s(len(view)))
-        return await self._write(lambda b: b.store(view, timeout_s=left.left_s), left)
-
-    async def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
-        left = Deadline.of(timeout_s, fetch_timeout_s(sum(w.entry.length_bytes for w in wishes)))
-        return await self._first(lambda b: b.load(wishes, timeout_s=left.left_s), left)
-
-    async def _first(self, use: Callable[[AsyncBlocks], Awaitable[T]], deadline: Deadline) -> T:
-        try:
-            with self._breakers.call(self._path, deadline.timeout_s):
-                return await use(self._local)
-        except KvError as error:
-            if not is_no_local_worker(error, self._path):
-                raise
-        return await use(self._remote)
-
-    async def _write(self, use: Callable[[AsyncBlocks], Awaitable[T]], deadline: Deadline) -> T:
-        if not self._writes.work:
-            return await use(self._remote)
-        try:
-            with self._breakers.call(self._path, deadline.timeout_s), self._writes.watched():
-                return await use(self._local)
-        except KvError as error:
-            if not is_no_local_worker(error, self._path) and not self._writes.is_trouble(error):
-                raise
-        return await use(self._remote)
-
-    def _owner(self, staging: Staging) -> AsyncBlocks:
-        return self._local if staging.owner is self._local else self._remote
 
 
 def _close_result(made: asyncio.Future[int]) -> None:

@@ -39,14 +39,14 @@ class Breakers:
         """Around one call on the link. Raises Unavailable at once while it is open."""
         with self._lock:
             breaker = self._breakers.setdefault(endpoint, Breaker())
-            allowed = breaker.allows(self._clock())
+            is_trial, allowed = not breaker.is_closed, breaker.allows(self._clock())
         if not allowed:
             raise Unavailable(f"{endpoint} failed a moment ago and is not asked again yet", fault=endpoint)
         try:
             yield
         except KvError as error:
             with self._lock:
-                self._judge(breaker, error, endpoint, timeout_s)
+                self._judge(breaker, error, endpoint, timeout_s, is_trial)
             raise
         if not breaker.is_closed:
             with self._lock:
@@ -57,8 +57,9 @@ class Breakers:
         with self._lock:
             self._breakers = {e: b for e, b in self._breakers.items() if e in endpoints or e.startswith("/")}
 
-    def _judge(self, breaker: Breaker, error: KvError, endpoint: str, timeout_s: float) -> None:
+    def _judge(self, breaker: Breaker, error: KvError, endpoint: str, timeout_s: float, is_trial: bool) -> None:
         if blames(error, endpoint) and not (isinstance(error, Timeout) and timeout_s < PATIENCE_S):
-            breaker.failed(self._clock())
+            if is_trial or breaker.is_closed:  # of many that were under way the first opens it; the pause is for trials
+                breaker.failed(self._clock())
         elif not isinstance(error, Timeout):
             breaker.succeeded()

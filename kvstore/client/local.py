@@ -24,7 +24,7 @@ from kvstore.client.deadline import Deadline
 from kvstore.client.flight import AsyncFlight
 from kvstore.client.sockets import Answer, Opened, ProbedVolume, SealedBlock, StagedFile, Wanted, unreachable
 from kvstore.core import sockproto as sp
-from kvstore.core.errors import Unavailable
+from kvstore.core.errors import Timeout, Unavailable
 from kvstore.core.limits import CONNECT_TIMEOUT_S, METADATA_TIMEOUT_S, fetch_timeout_s, store_timeout_s
 from kvstore.core.types import Address
 
@@ -142,7 +142,11 @@ class AsyncLocalWorker:
     async def _connected(self, deadline: Deadline) -> AsyncConnection:
         if self._connection and self._connection.alive:
             return self._connection
-        return await self._connecting.run(self._connect, deadline.at_most(CONNECT_TIMEOUT_S))
+        step = Deadline(deadline.at_most(CONNECT_TIMEOUT_S))
+        try:
+            return await self._connecting.run(self._connect, step.timeout_s)
+        except Timeout:  # its backlog is full, it says no hello, or another caller waits for it already
+            raise timed_out(self.path, step) from None
 
     async def _connect(self, deadline: Deadline) -> AsyncConnection:
         if self._closed:
@@ -298,6 +302,9 @@ class LocalWorker:
             sock.settimeout(step.left_s)
             while not connect_now(sock, self.path):
                 time.sleep(min(BACKLOG_PAUSE_S, step.left_s))
+        except Timeout:
+            sock.close()
+            raise timed_out(self.path, step) from None
         except BaseException:
             sock.close()
             raise

@@ -1,20 +1,18 @@
 """Blocks as files, for threads: the part of `blocks.py` that the synchronous SDK needs, see there.
 
-`LocalBlocks` over the local worker, `RemoteBlocks` without one, `EitherBlocks` the first while it answers.
+`LocalBlocks` over the local worker, `RemoteBlocks` without one; both together: `either.py`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Protocol
 
 from kvstore.client import files, sockets
 from kvstore.client.blocks import ABANDON_TIMEOUT_S
-from kvstore.client.breaker import Breakers
 from kvstore.client.deadline import Deadline
-from kvstore.client.elsewhere import LocalWrites, is_no_local_worker
 from kvstore.client.local import LocalWorker
 from kvstore.client.remote import Remote
 from kvstore.client.sockets import SealedBlock
@@ -26,7 +24,6 @@ from kvstore.core.limits import METADATA_TIMEOUT_S, fetch_timeout_s, store_timeo
 from kvstore.core.types import Entry
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class Blocks(Protocol):
@@ -57,6 +54,9 @@ class LocalBlocks:
     @property
     def node(self) -> str:
         return self._worker.hello.node if self._worker.hello else ""
+
+    def ping(self, timeout_s: float) -> None:
+        self._worker.stat(timeout_s=timeout_s)
 
     def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
         staged = self._worker.stage(size_hint, timeout_s=timeout_s)
@@ -166,67 +166,6 @@ class RemoteBlocks:
         except KvError as error:
             return error
         return bytes(target) if view is None else b""
-
-
-class EitherBlocks:
-    """The local worker while it answers, and for new blocks while its disk works, else remote ones. Staging is sealed
-    where it was made.
-    """
-
-    def __init__(self, local: LocalBlocks, remote: RemoteBlocks, path: str, breakers: Breakers) -> None:
-        self._local, self._remote, self._path, self._breakers = local, remote, path, breakers
-        self._writes = LocalWrites(path)
-
-    @property
-    def node(self) -> str:
-        return self._local.node
-
-    def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
-        left = Deadline.of(timeout_s, store_timeout_s(0))
-        return self._write(lambda b: b.stage(size_hint, timeout_s=left.left_s), left)
-
-    def seal(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> SealedBlock:
-        owner = self._owner(staging)
-        with self._writes.watched(owner is self._local):
-            return owner.seal(staging, size_bytes, timeout_s=timeout_s)
-
-    def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
-        self._owner(staging).abort(staging, timeout_s=timeout_s)
-
-    def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
-        left = Deadline.of(timeout_s, fetch_timeout_s(entry.length_bytes))
-        return self._first(lambda b: b.open(entry, timeout_s=left.left_s), left)
-
-    def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock:
-        left = Deadline.of(timeout_s, store_timeout_s(len(view)))
-        return self._write(lambda b: b.store(view, timeout_s=left.left_s), left)
-
-    def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
-        left = Deadline.of(timeout_s, fetch_timeout_s(sum(w.entry.length_bytes for w in wishes)))
-        return self._first(lambda b: b.load(wishes, timeout_s=left.left_s), left)
-
-    def _first(self, use: Callable[[Blocks], T], deadline: Deadline) -> T:
-        try:
-            with self._breakers.call(self._path, deadline.timeout_s):
-                return use(self._local)
-        except KvError as error:
-            if not is_no_local_worker(error, self._path):
-                raise
-        return use(self._remote)
-
-    def _write(self, use: Callable[[Blocks], T], deadline: Deadline) -> T:
-        if not self._writes.work:
-            return use(self._remote)
-        try:
-            with self._breakers.call(self._path, deadline.timeout_s), self._writes.watched():
-                return use(self._local)
-        except KvError as error:
-            if not is_no_local_worker(error, self._path) and not self._writes.is_trouble(error):
-                raise
-        return use(self._remote)
-
-    def _owner(self, staging: Staging) -> Blocks:
-        return self._local if staging.owner is self._local else self._remote
 
 
 def abandon(blocks: Blocks, staging: Staging) -> None:

@@ -15,14 +15,15 @@ import secrets
 from functools import partial
 
 from kvstore.client import url
-from kvstore.client.blocks import AsyncBlocks, AsyncEitherBlocks, AsyncLocalBlocks, AsyncRemoteBlocks
+from kvstore.client.blocks import AsyncBlocks, AsyncLocalBlocks, AsyncRemoteBlocks
 from kvstore.client.cluster import AsyncCluster, Cluster
 from kvstore.client.deadline import Deadline
+from kvstore.client.either import AsyncEitherBlocks, EitherBlocks
 from kvstore.client.flight import AsyncFlight, Flight
 from kvstore.client.local import AsyncLocalWorker, LocalWorker
 from kvstore.client.meta import AsyncMeta, Meta
 from kvstore.client.remote import AsyncRemote, Remote
-from kvstore.client.sync_blocks import Blocks, EitherBlocks, LocalBlocks, RemoteBlocks
+from kvstore.client.sync_blocks import Blocks, LocalBlocks, RemoteBlocks
 from kvstore.client.threads import Threads
 from kvstore.core.errors import KvError, Unavailable
 from kvstore.core.limits import CONNECT_TIMEOUT_S

@@ -19,7 +19,7 @@ from kvstore.client.blocks import AsyncBlocks
 from kvstore.client.files import reopened
 from kvstore.client.sockets import SealedBlock
 from kvstore.client.staging import Staging
-from kvstore.core.errors import KvError, NoSpace, NotFound, Stale, TooLarge, Unavailable
+from kvstore.core.errors import KvError, NoSpace, NotFound, Stale, Timeout, TooLarge, Unavailable
 from kvstore.core.hashing import BlockHasher
 from kvstore.core.limits import GIB, KIB, MIB
 from kvstore.filehash import hash_file
@@ -104,7 +104,7 @@ class StagingArea:
                 raise TooLarge(f"a file holds at most {self.max_block_bytes} bytes (max_block_size)")
             await self._blocks.reserve(file.staged, file.size_bytes)
             file.reserved_bytes = file.size_bytes
-        except (NotFound, Stale, Unavailable) as error:
+        except (NotFound, Stale, Timeout, Unavailable) as error:
             log.debug("nothing reserved: %s", error.message)  # nor is it where it was: the seal has the last word
         except (TooLarge, NoSpace) as error:
             empty(file.fd)
@@ -199,7 +199,7 @@ class StagingArea:
             seal = self._seal_copy if file.seen is not None and file.writers else self._seal
             try:
                 file.sealed = await seal(file)
-            except (NotFound, Stale, Unavailable) as error:
+            except (NotFound, Stale, Timeout, Unavailable) as error:
                 # The worker restarted, or went, and took the staging file along: the bytes are still behind our fd.
                 log.warning("staging file lost (%s); its bytes are staged again", error.message)
                 file.sealed = await self._seal_elsewhere(file)

@@ -152,6 +152,48 @@ def test_staging_survives_the_worker_s_restart(store: Store) -> None:
     in_child(work)
 
 
+SILENCE_S = 11.0
+"""The longest deadline of a call to the local worker for small files, 10 s, and a little."""
+
+
+@pytest.mark.parametrize("passthrough", ["on", "off"])
+def test_a_worker_that_is_stopped_costs_one_deadline(tmp_path: Path, passthrough: str) -> None:
+    with (
+        Cluster(tmp_path, workers=2, dead_ticks=10_000) as cluster,
+        mounted(cluster, tmp_path / "m", cluster.workers[0], "--passthrough", passthrough) as mount,
+    ):
+        data = os.urandom(300_000)
+
+        def put(name: str) -> str:
+            def work() -> None:
+                (mount / f"{name}.tmp").write_bytes(data)
+                os.rename(mount / f"{name}.tmp", mount / name)
+
+            return error_of(work)
+
+        def get(name: str) -> str:
+            return error_of((mount / name).read_bytes)
+
+        assert in_child(put, "before") == "ok"
+        cluster.workers[0].signal(signal.SIGSTOP)
+        try:
+            begin = time.monotonic()
+            children = [*(Child(put, f"at once {i}") for i in range(6)), *(Child(get, "before") for _ in range(3))]
+            assert {child.join() for child in children} <= {"ok", "ENOENT", "ETIMEDOUT"}
+            assert time.monotonic() - begin < SILENCE_S
+            begin = time.monotonic()
+            assert [in_child(put, f"then {i}") for i in range(10)] == ["ok"] * 10
+            assert in_child(get, "before") == "ENOENT"
+            assert in_child((mount / "then 9").read_bytes) == data
+            assert time.monotonic() - begin < SILENCE_S / 2, "all of them together"
+        finally:
+            cluster.workers[0].signal(signal.SIGCONT)
+        wait_until(lambda: in_child(get, "before") == "ok", "the worker is used again")
+        assert in_child(put, "after") == "ok"
+        names = in_child(os.listdir, mount.path)
+        assert all(in_child((mount / name).read_bytes) == data for name in names if not name.endswith(".tmp"))
+
+
 def test_without_a_local_worker(tmp_path: Path) -> None:
     data = os.urandom(3 << 20)
     with Cluster(tmp_path, workers=1) as cluster, mounted(cluster, tmp_path / "m", None) as mount:

@@ -13,8 +13,9 @@ from typing import cast
 import pytest
 
 from kvstore.client.aio import AsyncClient
-from kvstore.client.blocks import AsyncBlocks, AsyncEitherBlocks, AsyncLocalBlocks, AsyncRemoteBlocks
+from kvstore.client.blocks import AsyncBlocks, AsyncLocalBlocks, AsyncRemoteBlocks
 from kvstore.client.breaker import Breakers
+from kvstore.client.either import AsyncEitherBlocks
 from kvstore.client.files import scratch_fd
 from kvstore.client.local import AsyncLocalWorker
 from kvstore.client.remote import AsyncRemote

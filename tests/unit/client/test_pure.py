@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -274,6 +275,24 @@ def test_one_probe_at_a_time_and_a_good_one_closes() -> None:
     clock.now_s += FIRST_PAUSE_S
     with breakers.call("w:1", 5.0), pytest.raises(Unavailable), breakers.call("w:1", 5.0):
         pytest.fail("a second probe")
+    assert breakers.closed("w:1")
+
+
+def test_calls_that_were_under_way_together_do_not_lengthen_the_pause() -> None:
+    clock = Clock()
+    breakers = Breakers(clock)
+
+    def five_calls_time_out() -> None:
+        with ExitStack() as under_way:
+            for _ in range(5):
+                under_way.enter_context(breakers.call("w:1", 5.0))
+            raise Timeout("silent", fault="w:1")
+
+    with pytest.raises(Timeout):
+        five_calls_time_out()
+    clock.now_s += FIRST_PAUSE_S
+    with breakers.call("w:1", 5.0):
+        pass
     assert breakers.closed("w:1")
 
 
