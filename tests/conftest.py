@@ -11,14 +11,16 @@ from typing import Final
 
 import pytest
 
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
+"""`tests.support.child` forks while gRPC has threads here. Its fork handlers wait for them, at times for ever; the
+children only make system calls. gRPC reads it when it is imported, which the next conftest may do; what the tests start
+runs without it (`cluster.clean_environment`).
+"""
+
 
 def pytest_configure() -> None:
-    """`tests.support.child` forks while gRPC has threads here. Its fork handlers wait for them, at times for ever; the
-    children only make system calls. gRPC reads it at each of its starts; `cluster.clean_environment` takes it out.
-    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: children would ignore Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
 
 
 class ErrorLog(logging.Handler):

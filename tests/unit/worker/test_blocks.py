@@ -30,6 +30,14 @@ async def worker(tmp_path: Path) -> AsyncIterator[Worker]:
         await kit.check_books(worker)
 
 
+@pytest.fixture
+def patient(worker: Worker) -> Worker:
+    """With sessions 1 and 2, whose files do not go after a grace of 0.2 s."""
+    worker.sessions.enter(1)
+    worker.sessions.enter(2)
+    return worker
+
+
 async def test_what_was_written_is_what_is_read(worker: Worker) -> None:
     data = os.urandom(3 * MIB + 17)
     block = await kit.put(worker, data)
@@ -355,113 +363,115 @@ async def test_bytes_written_beyond_the_reservation_count(worker: Worker) -> Non
     os.close(fd)
 
 
-async def test_a_reservation_grows_and_shrinks_to_what_is_written(worker: Worker) -> None:
-    staged, fd = await worker.staging.create(1, 10)
-    await worker.staging.reserve(staged, 2 * MIB)
+async def test_a_reservation_grows_and_shrinks_to_what_is_written(patient: Worker) -> None:
+    staged, fd = await patient.staging.create(1, 10)
+    await patient.staging.reserve(staged, 2 * MIB)
     os.pwrite(fd, b"x" * MIB, 0)
-    await worker.staging.reserve(staged, 5)
+    await patient.staging.reserve(staged, 5)
     assert staged.volume.books.staging == MIB
     os.ftruncate(fd, 0)
-    await worker.staging.reserve(staged, 4)
+    await patient.staging.reserve(staged, 4)
     assert staged.volume.books.staging == 4 * KIB
     os.close(fd)
-    await worker.staging.abort(staged)
+    await patient.staging.abort(staged)
     assert staged.volume.books.used == 0
 
 
-async def test_a_reservation_may_evict_nothing(worker: Worker) -> None:
-    blocks = [await kit.put(worker, os.urandom(MIB)) for _ in range(60)]
-    staged, fd = await worker.staging.create(1, 0)
+async def test_a_reservation_may_evict_nothing(patient: Worker) -> None:
+    blocks = [await kit.put(patient, os.urandom(MIB)) for _ in range(60)]
+    staged, fd = await patient.staging.create(1, 0)
     os.close(fd)
-    await worker.staging.reserve(staged, 4 * MIB, evict=False)
+    await patient.staging.reserve(staged, 4 * MIB, evict=False)
     with pytest.raises(NoSpace):
-        await worker.staging.reserve(staged, 5 * MIB, evict=False)
-    assert all([await kit.get(worker, block.address) for block in blocks])
-    await worker.staging.reserve(staged, 5 * MIB)
+        await patient.staging.reserve(staged, 5 * MIB, evict=False)
+    assert all([await kit.get(patient, block.address) for block in blocks])
+    await patient.staging.reserve(staged, 5 * MIB)
 
 
-async def test_reserves_of_one_file_at_a_time_count_once(worker: Worker) -> None:
-    staged, fd = await worker.staging.create(1, 0)
+async def test_reserves_of_one_file_at_a_time_count_once(patient: Worker) -> None:
+    staged, fd = await patient.staging.create(1, 0)
     os.close(fd)
-    await asyncio.gather(*(worker.staging.reserve(staged, size) for size in (2 * MIB, 3 * MIB, MIB, 3 * MIB)))
+    await asyncio.gather(*(patient.staging.reserve(staged, size) for size in (2 * MIB, 3 * MIB, MIB, 3 * MIB)))
     assert staged.volume.books.staging == 3 * MIB
 
 
-async def test_what_a_look_counted_meanwhile_is_counted_once(worker: Worker) -> None:
-    staged, fd = await worker.staging.create(1, 0)
-    full, other = await worker.staging.create(1, 63 * MIB)
+async def test_what_a_look_counted_meanwhile_is_counted_once(patient: Worker) -> None:
+    staged, fd = await patient.staging.create(1, 0)
+    full, other = await patient.staging.create(1, 63 * MIB)
     os.close(other)
     os.pwrite(fd, b"x" * MIB, 0)
-    waiting = asyncio.create_task(worker.staging.reserve(staged, 2 * MIB))
+    waiting = asyncio.create_task(patient.staging.reserve(staged, 2 * MIB))
     await asyncio.sleep(0.1)
     assert staged.counted == MIB, "looking for room, it saw what was written"
-    await worker.staging.abort(full)
+    await patient.staging.abort(full)
     await waiting
     assert staged.volume.books.staging == 2 * MIB
     os.close(fd)
 
 
-async def test_a_file_that_grew_over_the_capacity_gets_no_more(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_file_that_grew_over_the_capacity_gets_no_more(
+    patient: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(staging, "ROOM_WAIT_S", 0.2)
-    staged, fd = await worker.staging.create(1, 0)
-    full, other = await worker.staging.create(1, 63 * MIB)
+    staged, fd = await patient.staging.create(1, 0)
+    full, other = await patient.staging.create(1, 63 * MIB)
     os.close(other)
     os.pwrite(fd, b"x" * (2 * MIB), 0)
-    await worker.staging.look(staged.volume)
+    await patient.staging.look(staged.volume)
     assert staged.volume.books.used == 65 * MIB
     with pytest.raises(NoSpace):
-        await worker.staging.reserve(staged, 2 * MIB)
-    await worker.staging.abort(full)
-    await worker.staging.reserve(staged, 2 * MIB)
+        await patient.staging.reserve(staged, 2 * MIB)
+    await patient.staging.abort(full)
+    await patient.staging.reserve(staged, 2 * MIB)
     assert staged.volume.books.staging == 2 * MIB
     os.close(fd)
 
 
-async def test_a_staging_file_that_was_emptied_frees_its_bytes_while_it_is_open(worker: Worker) -> None:
-    staged, fd = await worker.staging.create(1, 4 * MIB)
+async def test_a_staging_file_that_was_emptied_frees_its_bytes_while_it_is_open(patient: Worker) -> None:
+    staged, fd = await patient.staging.create(1, 4 * MIB)
     books = staged.volume.books
     os.pwrite(fd, b"x" * (4 * MIB), 0)
     os.ftruncate(fd, 0)
-    await worker.staging.abort(staged)
+    await patient.staging.abort(staged)
     assert books.used == 0
     os.pwrite(fd, b"x" * MIB, 0)  # its writer goes on
-    await worker.held.probe()
+    await patient.held.probe()
     assert books.held == MIB
     os.ftruncate(fd, 0)
-    await worker.held.probe()
+    await patient.held.probe()
     assert books.held == 0
     os.close(fd)
-    await worker.held.probe()
+    await patient.held.probe()
     assert books.used == 0
 
 
-async def test_nothing_is_evicted_where_it_would_not_help(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_evicted_where_it_would_not_help(patient: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "ROOM_WAIT_S", 0.2)
-    blocks = [await kit.put(worker, os.urandom(MIB)) for _ in range(8)]
-    staged, fd = await worker.staging.create(1, 0)
+    blocks = [await kit.put(patient, os.urandom(MIB)) for _ in range(8)]
+    staged, fd = await patient.staging.create(1, 0)
     os.pwrite(fd, b"x" * (100 * MIB), 0)  # by passthrough nobody stops it
-    await worker.staging.look(staged.volume)
+    await patient.staging.look(staged.volume)
     with pytest.raises(NoSpace):
-        await worker.staging.create(2, MIB, 0.2)
-    assert all([await kit.get(worker, block.address) for block in blocks])
+        await patient.staging.create(2, MIB, 0.2)
+    assert all([await kit.get(patient, block.address) for block in blocks])
     os.close(fd)
-    await worker.staging.abort(staged)
+    await patient.staging.abort(staged)
 
 
-async def test_who_waited_in_vain_waits_for_all(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_waited_in_vain_waits_for_all(patient: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "ROOM_WAIT_S", 0.3)
     monkeypatch.setattr(room, "ROOM_WAIT_S", 0.3)
-    full, fd = await worker.staging.create(1, 64 * MIB)
+    full, fd = await patient.staging.create(1, 64 * MIB)
     os.close(fd)
-    files = [(await worker.staging.create(2, 0)) for _ in range(20)]
-    start = worker.runtime.monotonic_s()
+    files = [(await patient.staging.create(2, 0)) for _ in range(20)]
+    start = patient.runtime.monotonic_s()
     for staged, other in files:
         os.close(other)
         with pytest.raises(NoSpace):
-            await worker.staging.reserve(staged, MIB)
-    assert worker.runtime.monotonic_s() - start < 3.0, "one wait, not twenty"
-    await worker.staging.abort(full)
-    await worker.staging.reserve(files[0][0], MIB)
+            await patient.staging.reserve(staged, MIB)
+    assert patient.runtime.monotonic_s() - start < 3.0, "one wait, not twenty"
+    await patient.staging.abort(full)
+    await patient.staging.reserve(files[0][0], MIB)
 
 
 async def test_what_never_fits_is_told_at_once(worker: Worker) -> None:
