@@ -409,9 +409,7 @@ async def test_what_a_look_counted_meanwhile_is_counted_once(patient: Worker) ->
     os.close(fd)
 
 
-async def test_a_file_that_grew_over_the_capacity_gets_no_more(
-    patient: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_file_that_outgrew_the_capacity_gets_no_more(patient: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "ROOM_WAIT_S", 0.2)
     staged, fd = await patient.staging.create(1, 0)
     full, other = await patient.staging.create(1, 63 * MIB)
