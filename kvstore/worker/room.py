@@ -15,7 +15,9 @@ from kvstore.worker.store import Store
 from kvstore.worker.volume import Volume
 
 HOPELESS_S = 2.0
-"""After a wait in vain the next ones are told at once for so long, unless something becomes free."""
+"""So long after a wait in vain the next ones wait less, unless something becomes free."""
+HOPELESS_WAIT_S = 0.5
+"""Two rounds of the probe that finds out whether an unlinked file is still open."""
 RETRY_S = 0.05
 """Wait for room nobody announced (other programs of the disk freed some) no longer than this before looking again."""
 
@@ -50,15 +52,13 @@ class Room:
         """
         need = disk_bytes(size_bytes)
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(self._patience(self._store.in_service, need, timeout_s)):
                 await self._store.scanned.wait()  # until then the books do not know what is there
                 while True:
                     for volume in (volumes := self._candidates(need, memory)):
                         if volume.books.free >= need:
                             volume.books.take(need)
                             return volume
-                    if all(self._is_hopeless(volume, need) for volume in volumes):
-                        raise self._no_space(size_bytes, volumes)
                     await self._make_room(max(volumes, key=_could_be_free), need)
         except TimeoutError:
             for volume in self._store.in_service:
@@ -71,9 +71,9 @@ class Room:
         `missing_bytes` is asked in each round: what was written without leave is counted meanwhile, and has to fit too.
         """
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(self._patience([volume], missing_bytes(), timeout_s)):
                 while volume.books.missing(more := missing_bytes()) > 0:
-                    if more > volume.books.capacity or timeout_s <= 0 or self._is_hopeless(volume, more):
+                    if more > volume.books.capacity or timeout_s <= 0:
                         raise self._no_space(more, [volume])
                     await self._make_room(volume, more)
         except TimeoutError:
@@ -111,6 +111,11 @@ class Room:
         if timeout_s >= ROOM_WAIT_S:
             end_s = self._store.runtime.monotonic_s() + HOPELESS_S
             self._hopeless[volume.id] = _Hopeless(volume.books.missing(need), end_s)
+
+    def _patience(self, volumes: Sequence[Volume], need: int, timeout_s: float) -> float:
+        """How long to wait: somebody who has the bytes open may be just about to close them, hopeless or not."""
+        hopeless = all(self._is_hopeless(volume, need) for volume in volumes)
+        return min(timeout_s, HOPELESS_WAIT_S) if hopeless else timeout_s
 
     def _is_hopeless(self, volume: Volume, need: int) -> bool:
         """Somebody waited in vain for no more than this, and nothing became free since. To wait again would hang

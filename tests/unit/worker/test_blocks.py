@@ -459,6 +459,7 @@ async def test_nothing_is_evicted_where_it_would_not_help(patient: Worker, monke
 async def test_who_waited_in_vain_waits_for_all(patient: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "ROOM_WAIT_S", 0.3)
     monkeypatch.setattr(room, "ROOM_WAIT_S", 0.3)
+    monkeypatch.setattr(room, "HOPELESS_WAIT_S", 0.02)
     full, fd = await patient.staging.create(1, 64 * MIB)
     os.close(fd)
     files = [(await patient.staging.create(2, 0)) for _ in range(20)]
