@@ -109,6 +109,10 @@ class Counters(NamedTuple):
     read_bytes: int
     written_bytes: int
     corruptions: int
+    promotions: int = 0
+    promoted_bytes: int = 0
+    demotions: int = 0
+    demoted_bytes: int = 0
 
 
 class Node(NamedTuple):
@@ -259,10 +263,7 @@ def cluster_map(reply: m.ClusterMapReply) -> ClusterMap:
 
 def _node(node: m.Node) -> Node:
     volumes = tuple(Volume(v.id, v.tier, v.capacity_bytes, v.used_bytes, v.free_bytes) for v in node.volumes)
-    n = node.counters
-    counters = Counters(
-        n.hits, n.misses, n.fetches, n.evictions, n.evicted_bytes, n.read_bytes, n.written_bytes, n.corruptions
-    )
+    counters = Counters(*(getattr(node.counters, name) for name in Counters._fields))
     age, draining = node.heartbeat_age_s, node.draining
     return Node(
         node.id, node.endpoint, node.http, node.live, age, volumes, counters, node.blocks, draining, node.version

@@ -32,6 +32,12 @@ def _check_together(config: Config) -> None:
     _distinct_ports("worker", config.worker.listen, config.worker.http)
     _distinct_paths("worker.volumes", "path", (volume.path for volume in config.worker.volumes))
     _distinct_paths("node.mounts", "dir", (mount.dir for mount in config.node.mounts))
+    for index, volume in enumerate(config.worker.volumes):
+        if volume.low_watermark > volume.high_watermark:
+            raise InvalidRequest(
+                f"worker.volumes[{index}].low_watermark: {volume.low_watermark:g} is above high_watermark "
+                f"({volume.high_watermark:g})"
+            )
     for index, pattern in enumerate(config.mount.temp_patterns):
         if not pattern or pattern.startswith("/"):
             raise InvalidRequest(f"mount.temp_patterns[{index}]: {pattern!r} must be a relative pattern like *.tmp")

@@ -50,6 +50,7 @@ Path = Annotated[str, Kind.PATH]
 RequiredPath = Annotated[str, Kind.REQUIRED_PATH]
 SocketPath = Annotated[str, Kind.SOCKET]
 StorePath = Annotated[str, Kind.STORE_PATH]
+Share = Annotated[float, Meta(gt=0, le=1)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
 OwnerId = Annotated[int, Meta(ge=0, le=(1 << 32) - 2)]
 """A user's or group's number; 2³² − 1 is (uid_t) −1, "leave it alone" in chown(2)."""
@@ -99,12 +100,16 @@ class MasterConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class VolumeConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """One directory of one tier. ``capacity`` is the hard cap, ``free_floor`` what the disk's other users keep."""
+    """One directory of one tier. ``capacity`` is the hard cap, ``free_floor`` what the disk's other users keep. Filled
+    above ``high_watermark`` (of the capacity), it gives its coldest blocks away until it is down to ``low_watermark``.
+    """
 
     tier: Literal["mem", "ssd", "hdd"]
     path: RequiredPath
     capacity: PositiveSize
     free_floor: Size = "1GiB"
+    high_watermark: Share = 0.95
+    low_watermark: Share = 0.90
 
     @property
     def capacity_bytes(self) -> int:
@@ -125,7 +130,13 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     socket_mode: Mode = "0666"
     session_grace: PositiveDuration = "60s"
     full_report: PositiveDuration = "10m"
+    move_rate: PositiveSize = "512MiB"
+    moves_at_a_time: AtLeastOne = 2
     volumes: list[VolumeConfig] = field(default_factory=list)
+
+    @property
+    def move_bytes_per_s(self) -> int:
+        return parse_size(self.move_rate)
 
     @property
     def effective_node_id(self) -> str:

@@ -45,6 +45,10 @@ class WorkerCounters(NamedTuple):
     read_bytes: int = 0
     written_bytes: int = 0
     corruptions: int = 0
+    promotions: int = 0
+    promoted_bytes: int = 0
+    demotions: int = 0
+    demoted_bytes: int = 0
 
 
 class Registration(NamedTuple):

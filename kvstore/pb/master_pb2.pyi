@@ -1012,6 +1012,10 @@ class Counters(_message.Message):
     READ_BYTES_FIELD_NUMBER: _builtins.int
     WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
     CORRUPTIONS_FIELD_NUMBER: _builtins.int
+    PROMOTIONS_FIELD_NUMBER: _builtins.int
+    PROMOTED_BYTES_FIELD_NUMBER: _builtins.int
+    DEMOTIONS_FIELD_NUMBER: _builtins.int
+    DEMOTED_BYTES_FIELD_NUMBER: _builtins.int
     hits: _builtins.int
     """opens and reads of a block that was here"""
     misses: _builtins.int
@@ -1023,6 +1027,12 @@ class Counters(_message.Message):
     read_bytes: _builtins.int
     written_bytes: _builtins.int
     corruptions: _builtins.int
+    promotions: _builtins.int
+    """moves to a faster tier"""
+    promoted_bytes: _builtins.int
+    demotions: _builtins.int
+    """moves to a slower one"""
+    demoted_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -1034,10 +1044,14 @@ class Counters(_message.Message):
         read_bytes: _builtins.int = ...,
         written_bytes: _builtins.int = ...,
         corruptions: _builtins.int = ...,
+        promotions: _builtins.int = ...,
+        promoted_bytes: _builtins.int = ...,
+        demotions: _builtins.int = ...,
+        demoted_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["corruptions", b"corruptions", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "fetches", b"fetches", "hits", b"hits", "misses", b"misses", "read_bytes", b"read_bytes", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["corruptions", b"corruptions", "demoted_bytes", b"demoted_bytes", "demotions", b"demotions", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "fetches", b"fetches", "hits", b"hits", "misses", b"misses", "promoted_bytes", b"promoted_bytes", "promotions", b"promotions", "read_bytes", b"read_bytes", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

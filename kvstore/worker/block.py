@@ -31,6 +31,12 @@ class Block:
     """Reported as "nowhere", about to be unlinked."""
     given_up: bool = False
     """Its writer does not want it any more: to be made dead unless somebody published it (rule 11)."""
+    touches: int = 0
+    """Uses since it came to its volume."""
+    proven: bool = False
+    """It was read, or came back after its eviction."""
+    moving: bool = False
+    """A copy of it to another volume is under way."""
     shielded_until_s: float = 0.0
     """Served to a peer, which is about to name itself a replica (rule 12)."""
 

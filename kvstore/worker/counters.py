@@ -19,3 +19,7 @@ class Counters:
     """Bytes of blocks handed out: a whole block an fd, the frames sent otherwise."""
     written_bytes: int = 0
     corruptions: int = 0
+    promotions: int = 0
+    promoted_bytes: int = 0
+    demotions: int = 0
+    demoted_bytes: int = 0

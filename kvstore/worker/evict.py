@@ -75,7 +75,11 @@ class Evictor:
     def _candidates(self, volume: Volume, size_bytes: int) -> list[Block]:
         """Twice what is needed, so that there is a choice between held and not held; the coldest first."""
         now = self._store.runtime.monotonic_s()
-        fair = (b for b in self._store.coldest(volume) if b.owned and not b.leaving and b.shielded_until_s <= now)
+        fair = (
+            b
+            for b in self._store.coldest(volume)
+            if b.owned and not b.leaving and not b.moving and b.shielded_until_s <= now
+        )
         found, total = [], 0
         for block in itertools.islice(fair, MAX_VICTIMS):
             found.append(block)
@@ -85,9 +89,10 @@ class Evictor:
         return found
 
     def _probe(self, paths: Iterable[str]) -> list[bool]:
-        return [self._is_held(path) for path in paths]
+        return [self.is_held(path) for path in paths]
 
-    def _is_held(self, path: str) -> bool:
+    def is_held(self, path: str) -> bool:
+        """Whether anybody has it open. Blocks."""
         try:
             fd = self._disk.open_read(path)
         except OSError:
@@ -106,6 +111,8 @@ class Evictor:
             return 0
         for block in going:
             block.leaving = True
+        for block in going:
+            self._store.heat.evicted(block)
         await self._announce([block.id for block in going])
         freed = await self._drop(going)
         self._store.counters.evictions += len(going)
@@ -118,6 +125,15 @@ class Evictor:
         for block in going:
             block.leaving = True
         return await self._drop(going)
+
+    async def unlink_left(self, path: str, volume: Volume, used_bytes: int) -> None:
+        """Unlink a file whose bytes are in the volume's books as a block's, and which is none any more."""
+        (result,) = await self._background.run(self._store.runtime.in_thread(self._unlink, [path]))
+        if isinstance(result, OSError):
+            self._store.explain(volume, result, "unlinking what a move left behind")
+            return
+        self._release(volume, used_bytes, result)
+        self._store.on_free()
 
     async def _drop(self, blocks: Sequence[Block]) -> int:
         results = await self._store.runtime.in_thread(self._unlink, [block.path for block in blocks])
@@ -141,11 +157,13 @@ class Evictor:
             self._store.explain(block.volume, result, "unlinking a block")
             self._store.on_change(block.id)
             return 0
-        books, size = block.volume.books, block.used_bytes
         self._store.forget(block)
-        if result is None:
-            books.free_block(size)
+        self._release(block.volume, block.used_bytes, result)
+        return block.used_bytes
+
+    def _release(self, volume: Volume, size_bytes: int, watch_fd: int | None) -> None:
+        if watch_fd is None:
+            volume.books.free_block(size_bytes)
         else:
-            books.hold(blocks=size)
-            self._held.add(result, HeldBytes(books, size, self._store.on_free))
-        return size
+            volume.books.hold(blocks=size_bytes)
+            self._held.add(watch_fd, HeldBytes(volume.books, size_bytes, self._store.on_free))

@@ -19,6 +19,7 @@ from kvstore.worker.block import Block
 from kvstore.worker.disk import Disk
 from kvstore.worker.held import HeldFiles
 from kvstore.worker.peers import Peer, Peers
+from kvstore.worker.room import Place
 from kvstore.worker.seal import Sealer
 from kvstore.worker.sink import Sink
 from kvstore.worker.staging import Staging
@@ -55,7 +56,9 @@ class Fetcher:
         peers: Peers,
         held: HeldFiles,
         background: Background,
+        place: Place,
     ) -> None:
+        self._place = place
         self._node, self._store, self._disk, self._staging = node, store, disk, staging
         self._sealer, self._peers, self._held, self._background = sealer, peers, held, background
         self._flights: dict[Address, _Flight] = {}
@@ -143,7 +146,10 @@ class Fetcher:
             return await self._receive_to_scratch(peer, address)
 
     async def _receive_to_keep(self, peer: Peer, address: Address) -> Block:
-        async with self._staging.private(address.length_bytes, ROOM_WAIT_FOR_READER_S, memory=True) as (staged, sink):
+        async with self._staging.private(address.length_bytes, ROOM_WAIT_FOR_READER_S, place=self._place) as (
+            staged,
+            sink,
+        ):
             try:
                 await self._stream(peer, address, sink)
                 state = sink.state()

@@ -21,7 +21,7 @@ from kvstore.runtime import SystemRuntime
 from kvstore.worker import metrics as worker_metrics
 from kvstore.worker.disk import Disk
 from kvstore.worker.opening import open_volumes, start_error
-from kvstore.worker.settings import Settings, VolumeSettings
+from kvstore.worker.settings import Settings, VolumeSettings, Watermarks
 from kvstore.worker.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -132,8 +132,15 @@ def settings_of(config: WorkerConfig, accept_rollback: bool = False) -> Settings
         socket_mode=config.socket_mode_bits,
         session_grace_s=config.session_grace_s,
         full_report_s=config.full_report_s,
-        volumes=[VolumeSettings(v.tier, v.path, v.capacity_bytes, v.free_floor_bytes) for v in config.volumes],
+        volumes=[
+            VolumeSettings(
+                v.tier, v.path, v.capacity_bytes, v.free_floor_bytes, Watermarks(v.high_watermark, v.low_watermark)
+            )
+            for v in config.volumes
+        ],
         accept_rollback=accept_rollback,
+        move_bytes_per_s=float(config.move_bytes_per_s),
+        moves_at_a_time=config.moves_at_a_time,
     )
 
 

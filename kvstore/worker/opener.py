@@ -12,6 +12,7 @@ from kvstore.core.types import Address, Replica
 from kvstore.worker.block import Block
 from kvstore.worker.disk import Disk
 from kvstore.worker.fetch import Fetcher
+from kvstore.worker.heat import NOBODY
 from kvstore.worker.store import Store
 from kvstore.worker.verify import Verifier
 
@@ -33,7 +34,7 @@ class Opener:
     def __init__(self, store: Store, disk: Disk, verifier: Verifier, fetcher: Fetcher) -> None:
         self._store, self._disk, self._verifier, self._fetcher = store, disk, verifier, fetcher
 
-    def open_now(self, address: Address) -> OpenBlock | None:
+    def open_now(self, address: Address, client: int = NOBODY) -> OpenBlock | None:
         """The hot path: a block that is here, verified and in memory. No await, no thread. Raises Stale."""
         block = self._store.find(address)
         if block is None or block.stamp is None:
@@ -45,13 +46,18 @@ class Opener:
         if not self._verifier.is_good(block, fd):
             self._disk.close(fd)
             return None
-        return self._opened(block, fd)
+        return self._opened(block, fd, client)
 
-    async def open(self, address: Address, replicas: Sequence[Replica], timeout_s: float) -> OpenBlock:
-        """The block, wherever it is. Raises NotFound, Stale, Corrupt, Unavailable, Timeout, Overloaded."""
+    async def open(
+        self, address: Address, replicas: Sequence[Replica], timeout_s: float, client: int = NOBODY
+    ) -> OpenBlock:
+        """The block, wherever it is; `client` is the session that asks.
+
+        Raises NotFound, Stale, Corrupt, Unavailable, Timeout, Overloaded.
+        """
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._open(address, replicas)
+                return await self._open(address, replicas, client)
         except TimeoutError:
             self._store.counters.misses += 1
             raise Timeout(f"{address}: not opened within {timeout_s:g} s") from None
@@ -59,14 +65,14 @@ class Opener:
             self._store.counters.misses += 1
             raise
 
-    async def _open(self, address: Address, replicas: Sequence[Replica]) -> OpenBlock:
-        if opened := self.open_now(address):
+    async def _open(self, address: Address, replicas: Sequence[Replica], client: int) -> OpenBlock:
+        if opened := self.open_now(address, client):
             return opened
         failure: KvError = NotFound(f"{address}: not on this worker", reason="no_replica")
         block = await self._find(address)
         if block is not None:
             try:
-                return self._opened(block, await self._open_good(block))
+                return self._opened(block, await self._open_good(block), client)
             except (Corrupt, NotFound) as error:
                 failure = error
         self._store.miss(address)
@@ -110,7 +116,7 @@ class Opener:
             await self._verifier.verify(block)
         raise Corrupt(f"{address}: other bytes than its hash says were read; try again")
 
-    def _opened(self, block: Block, fd: int) -> OpenBlock:
-        self._store.touch(block)
+    def _opened(self, block: Block, fd: int, client: int) -> OpenBlock:
+        self._store.touch(block, client)
         self._store.counters.hits += 1
         return OpenBlock(fd, local=True)

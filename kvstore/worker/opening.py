@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvstore.core.errors import Denied, InvalidRequest, KvError
 from kvstore.runtime import Runtime
+from kvstore.worker import memory
 from kvstore.worker.disk import Disk, disk_error
 from kvstore.worker.settings import Settings
 from kvstore.worker.volume import Volume, open_volume
@@ -20,11 +21,12 @@ async def open_volumes(settings: Settings, runtime: Runtime, disk: Disk) -> list
     """All of them, or none. Raises KvError with the volume that cannot be opened."""
     if all(volume.tier == "mem" for volume in settings.volumes):
         raise InvalidRequest("worker.volumes: clients stage on disk tiers only; add a volume of tier ssd or hdd")
+    memory.check(sum(volume.capacity_bytes for volume in settings.volumes if volume.tier == "mem"))
     volumes: list[Volume] = []
     try:
-        for tier, path, capacity, floor in settings.volumes:
-            new_id = runtime.random_u64() or 1
-            volumes.append(await runtime.in_thread(open_volume, path, tier, capacity, floor, new_id, disk))
+        for volume_settings in settings.volumes:
+            path = volume_settings.path
+            volumes.append(await runtime.in_thread(open_volume, volume_settings, runtime.random_u64() or 1, disk))
     except (KvError, OSError) as error:
         for volume in volumes:
             volume.close()

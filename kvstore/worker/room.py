@@ -9,11 +9,15 @@ from typing import NamedTuple
 from kvstore.config.units import format_size
 from kvstore.core.errors import NoSpace, Unavailable
 from kvstore.core.limits import ROOM_WAIT_S
+from kvstore.core.types import TIERS
 from kvstore.worker.disk import disk_bytes
 from kvstore.worker.evict import Evictor
 from kvstore.worker.store import Store
 from kvstore.worker.volume import Volume
 
+Place = Callable[[int], Volume | None]
+"""Bytes on disk → a volume that has room for them as it is."""
+NOWHERE: Place = lambda size_bytes: None  # noqa: E731
 HOPELESS_S = 2.0
 """So long after a wait in vain the next ones wait less, unless something becomes free."""
 HOPELESS_WAIT_S = 0.5
@@ -44,26 +48,36 @@ class Room:
         self._freed.set()
         self._hopeless.clear()
 
-    async def take(self, size_bytes: int, timeout_s: float, *, memory: bool = False) -> Volume:
+    async def take(self, size_bytes: int, timeout_s: float, place: Place) -> Volume:
         """A volume that now has `size_bytes` (as a disk counts them) in its books as staging.
 
-        `memory` allows volumes of the tier mem: only the worker itself writes there (rule 7). Evicts where it must.
-        Raises NoSpace, Unavailable when no volume is in service.
+        `place` may name one that has room as it is, also one of the tier mem: only the worker itself writes there
+        (rule 7). Else it is the fastest disk tier with room; evicts from the slowest where there is none. Raises
+        NoSpace, Unavailable when no volume is in service.
         """
         need = disk_bytes(size_bytes)
         try:
             async with asyncio.timeout(self._patience(self._store.in_service, need, timeout_s)):
                 await self._store.scanned.wait()  # until then the books do not know what is there
                 while True:
-                    for volume in (volumes := self._candidates(need, memory)):
-                        if volume.books.free >= need:
+                    volumes = self._candidates(need)
+                    for volume in (place(need), *volumes):
+                        if volume is not None and volume.books.free >= need:
                             volume.books.take(need)
                             return volume
-                    await self._make_room(max(volumes, key=_could_be_free), need)
+                    slowest = [v for v in volumes if v.tier == volumes[-1].tier]
+                    await self._make_room(max(slowest, key=_could_be_free), need)
         except TimeoutError:
             for volume in self._store.in_service:
                 self._waited(volume, need, timeout_s)
             raise self._no_space(size_bytes, self._store.in_service) from None
+
+    def take_on(self, volume: Volume, size_bytes: int) -> None:
+        """The same on this volume. Raises NoSpace when it has no room as it is."""
+        need = disk_bytes(size_bytes)
+        if not volume.in_service or volume.books.free < need:
+            raise self._no_space(size_bytes, [volume])
+        volume.books.take(need)
 
     async def grow(self, volume: Volume, missing_bytes: Callable[[], int], timeout_s: float) -> None:
         """The same on the volume where the file already lies. With no time to wait nothing is evicted.
@@ -81,15 +95,15 @@ class Room:
             raise self._no_space(missing_bytes(), [volume]) from None
         volume.books.take(more)
 
-    def _candidates(self, need: int, memory: bool) -> list[Volume]:
-        """Volumes that could hold it: for a fetch the fastest first, for a client the freest first."""
-        usable = [v for v in self._store.in_service if memory or v.tier != "mem"]
+    def _candidates(self, need: int) -> list[Volume]:
+        """Disk volumes that could hold it: the fastest tier first, in it the freest."""
+        usable = [v for v in self._store.in_service if v.tier != "mem"]
         if not usable:
             raise Unavailable("no volume of this worker is in service; its log says why")
         large = [v for v in usable if v.books.capacity >= need]
         if not large:
             raise self._no_space(need, usable)
-        return large if memory else sorted(large, key=lambda v: -v.books.free)
+        return sorted(large, key=lambda v: (TIERS.index(v.tier), -v.books.free))
 
     async def _make_room(self, volume: Volume, need: int) -> None:
         """One round of eviction, one at a time on each volume; returns when it is worth looking again."""

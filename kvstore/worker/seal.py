@@ -16,6 +16,7 @@ from kvstore.worker.disk import Disk, FileState, Stamp
 from kvstore.worker.lease import Holders
 from kvstore.worker.staging import PRIVATE, Staged, Staging
 from kvstore.worker.store import Store
+from kvstore.worker.volume import Volume
 
 PROBE_S = 0.005
 """Between two looks at a file that is still open for writing; LEASE_WAIT_S of them, then a copy."""
@@ -67,6 +68,29 @@ class Sealer:
         """A private file that holds a block fetched from a peer takes its place here."""
         staged.busy = True
         return await self._background.run(self._rename(staged, address, PRIVATE, state))
+
+    async def move_in(self, block: Block, staged: Staged, state: FileState) -> tuple[str, Volume]:
+        """A private file that holds a copy of a block of this worker takes its place.
+
+        Returns the path and the volume of the file that is of no use any more: where the block was, or the copy itself
+        when the block went meanwhile. Raises like `seal`.
+        """
+        staged.busy = True
+        return await self._background.run(self._move_in(block, staged, state))
+
+    async def _move_in(self, block: Block, staged: Staged, state: FileState) -> tuple[str, Volume]:
+        path = staged.volume.block_path(block.address)
+        try:
+            stamp = await self._store.runtime.in_thread(self._move, staged, path, state)
+        except OSError as error:
+            staged.busy = False
+            raise self._store.explain(staged.volume, error, "renaming a copy to its address") from None
+        self._staging.became_block(staged, block.address.length_bytes)
+        if block.leaving or self._store.get(block.id) is not block:
+            return path, staged.volume
+        left = block.path, block.volume
+        self._store.move(block, staged.volume, stamp)
+        return left
 
     async def _claimed(self, staged: Staged, claim: Claim | None, *, keep: bool) -> Block:
         try:

@@ -6,11 +6,19 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 
+class Watermarks(NamedTuple):
+    """Shares of a volume's capacity: above `high` its coldest blocks go until it is down to `low`."""
+
+    high: float
+    low: float
+
+
 class VolumeSettings(NamedTuple):
     tier: str
     path: str
     capacity_bytes: int
     free_floor_bytes: int
+    watermarks: Watermarks = Watermarks(0.95, 0.90)
 
 
 class Settings(NamedTuple):
@@ -28,3 +36,5 @@ class Settings(NamedTuple):
     http: str = ""
     """``host:port`` of metrics, told to the master."""
     accept_rollback: bool = False
+    move_bytes_per_s: float = 512e6
+    moves_at_a_time: int = 2

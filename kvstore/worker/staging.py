@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import NamedTuple
 
 from kvstore.core.errors import InvalidRequest, KvError, NotFound, Overloaded, Stale, TooLarge
@@ -14,7 +14,7 @@ from kvstore.core.limits import MAX_OPEN_STAGING_PER_SESSION, ROOM_WAIT_S
 from kvstore.worker.background import Background
 from kvstore.worker.disk import Disk, disk_bytes
 from kvstore.worker.held import HeldBytes, HeldFiles, unlink_watched
-from kvstore.worker.room import Room
+from kvstore.worker.room import NOWHERE, Place, Room
 from kvstore.worker.sessions import Sessions
 from kvstore.worker.sink import Sink
 from kvstore.worker.store import Store
@@ -65,6 +65,10 @@ class Staging:
         """Of all files that this session has in staging."""
         return list(self._by_session.get(session, ()))
 
+    def overgrown_bytes(self, volume: Volume) -> int:
+        """Written without leave: more is granted for it, or it goes again. Nothing is evicted for it ahead."""
+        return sum(max(0, s.counted - s.granted) for s in self._all() if s.volume is volume)
+
     def find(self, session: int, handle: int) -> Staged:
         """Raises NotFound for what was sealed, aborted or expired; Stale while it is being sealed."""
         staged = self._by_session.get(session, {}).get(handle)
@@ -77,9 +81,9 @@ class Staging:
         return staged
 
     async def create(
-        self, session: int, size_bytes: int, wait_s: float = ROOM_WAIT_S, *, memory: bool = False
+        self, session: int, size_bytes: int, wait_s: float = ROOM_WAIT_S, *, place: Place = NOWHERE
     ) -> Opened:
-        """A new file with a reservation, and a read-write fd that the caller closes.
+        """A new file with a reservation, and a read-write fd that the caller closes. `place`: see `Room.take`.
 
         Raises TooLarge, NoSpace after `wait_s`, Overloaded, Unavailable.
         """
@@ -88,7 +92,10 @@ class Staging:
             raise Overloaded(
                 f"a session has at most {MAX_OPEN_STAGING_PER_SESSION} files in staging; seal or abort some"
             )
-        volume = await self._room.take(size_bytes, wait_s, memory=memory)
+        return await self._new(session, await self._room.take(size_bytes, wait_s, place), size_bytes)
+
+    async def _new(self, session: int, volume: Volume, size_bytes: int) -> Opened:
+        """`size_bytes` are in the volume's books for it."""
         size = disk_bytes(size_bytes)
         staged = Staged(session, self._store.runtime.random_u64(), volume, size, size)
         self._by_session.setdefault(session, {})[staged.handle] = staged
@@ -102,10 +109,22 @@ class Staging:
 
     @contextlib.asynccontextmanager
     async def private(
-        self, size_bytes: int, wait_s: float = ROOM_WAIT_S, *, memory: bool = False
+        self, size_bytes: int, wait_s: float = ROOM_WAIT_S, *, place: Place = NOWHERE
     ) -> AsyncIterator[tuple[Staged, Sink]]:
         """A file of the worker's own; what is not installed in the end leaves nothing. Raises like `create`."""
-        making = self._background.spawn(self.create(PRIVATE, size_bytes, wait_s, memory=memory))
+        async with self._private(self.create(PRIVATE, size_bytes, wait_s, place=place)) as made:
+            yield made
+
+    @contextlib.asynccontextmanager
+    async def private_on(self, volume: Volume, size_bytes: int) -> AsyncIterator[tuple[Staged, Sink]]:
+        """The same on this volume, if it has room as it is. Raises NoSpace at once, and like `create`."""
+        self._room.take_on(volume, size_bytes)
+        async with self._private(self._new(PRIVATE, volume, size_bytes)) as made:
+            yield made
+
+    @contextlib.asynccontextmanager
+    async def _private(self, create: Coroutine[None, None, Opened]) -> AsyncIterator[tuple[Staged, Sink]]:
+        making = self._background.spawn(create)
         try:
             staged, fd = await asyncio.shield(making)
         except asyncio.CancelledError:

@@ -18,6 +18,7 @@ from kvstore.worker.block import FOUND, Block
 from kvstore.worker.counters import Counters
 from kvstore.worker.disk import FATAL_ERRNOS, Stamp, disk_error
 from kvstore.worker.fences import Fences
+from kvstore.worker.heat import HeatMap
 from kvstore.worker.volume import Volume
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ class Store:
     scanned     set once every block file is known; until then a block that is not here may still be there
     on_change   called with the id of each block that came, went, or turned out not to be here (the reporter listens)
     on_free     called when room may have appeared on a volume
+    on_touch    called with each block that was used
+    heat        the order of the blocks of each volume
     """
 
     def __init__(self, runtime: Runtime, volumes: Sequence[Volume], fences: Fences, counters: Counters) -> None:
@@ -40,8 +43,10 @@ class Store:
         self.scanned = asyncio.Event()
         self.on_change: Callable[[BlockId], None] = lambda block: None
         self.on_free: Callable[[], None] = lambda: None
+        self.on_touch: Callable[[Block], None] = lambda block: None
         self._blocks: dict[BlockId, Block] = {}
-        self._by_volume: dict[int, OrderedDict[BlockId, Block]] = {v.id: OrderedDict() for v in volumes}
+        self._by_volume: dict[int, dict[BlockId, Block]] = {v.id: {} for v in volumes}
+        self.heat = HeatMap(self.volumes)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -65,18 +70,36 @@ class Store:
         return sorted(block.id for block in self._by_volume[volume.id].values() if not block.leaving)
 
     def coldest(self, volume: Volume) -> Iterator[Block]:
-        return iter(self._by_volume[volume.id].values())
+        """From the coldest up."""
+        return (self._blocks[block] for block in self.heat.coldest(volume))
+
+    def all(self) -> Iterable[Block]:
+        return self._blocks.values()
+
+    def hold(self, volume: Volume) -> Iterable[Block]:
+        """All blocks of a volume."""
+        return self._by_volume[volume.id].values()
 
     def add(self, address: Address, volume: Volume, session: int, stamp: Stamp | None) -> Block:
         """A file was renamed to its address. Its bytes are already in the books."""
-        block = Block(address, volume, session, self.runtime.monotonic_s(), stamp=stamp)
-        self._blocks[block.id] = self._by_volume[volume.id][block.id] = self.unowned[block.id] = block
-        self.on_change(block.id)
+        block = self._enter(address, volume, session, stamp)
+        self.heat.came(block, session, self.runtime.monotonic_s())
         return block
 
-    def touch(self, block: Block) -> None:
-        """It was used: now it is the hottest of its volume."""
-        self._by_volume[block.volume.id].move_to_end(block.id)
+    def touch(self, block: Block, client: int) -> None:
+        """A client (its session) used it."""
+        block.touches += 1
+        self.heat.touch(block, client, self.runtime.monotonic_s())
+        self.on_touch(block)
+
+    def move(self, block: Block, target: Volume, stamp: Stamp | None) -> None:
+        """Its bytes lie in another volume now, under the same name. The books are the caller's."""
+        source = block.volume
+        del self._by_volume[source.id][block.id]
+        self._by_volume[target.id][block.id] = block
+        block.volume, block.stamp, block.touches = target, stamp, 0
+        self.heat.moved(block, source)
+        self.on_change(block.id)
 
     def own(self, block: Block) -> None:
         """An entry lists it."""
@@ -102,6 +125,7 @@ class Store:
             return
         del self._blocks[block.id]
         self._by_volume[block.volume.id].pop(block.id, None)
+        self.heat.gone(block)
         self.unowned.pop(block.id, None)
         self.fences.settle(block.id)
         self.on_change(block.id)
@@ -128,6 +152,7 @@ class Store:
         log.error("volume %s is out of service with %d blocks: %s", volume.path, len(gone), why)
         for block in list(gone.values()):
             self.forget(block)
+        self.heat.resize(self.in_service)
 
     async def scan(self) -> None:
         """Find the blocks of all volumes. A volume that cannot be read fails alone."""
@@ -137,21 +162,55 @@ class Store:
             except OSError as error:
                 self.fail(volume, f"reading its directories: {error.strerror}")
                 continue
-            self._add_found(volume, found.blocks)
+            for address in self._add_found(volume, found.blocks):
+                await self._drop_copy(volume, address)
             volume.books.quarantine = found.quarantined_bytes
         mine = {boot for volume in self.in_service for boot in volume.identity.boots}
         self.fences.add_found(block for block in self.unowned if block.boot in mine)
+        self.heat.all_found()
         self.scanned.set()
 
-    def _add_found(self, volume: Volume, addresses: Iterable[Address]) -> None:
+    def _add_found(self, volume: Volume, addresses: Iterable[Address]) -> list[Address]:
+        """Returns those that lie on a faster volume too: a move that a crash cut short."""
+        twice = []
         for address in addresses:
-            if address.block not in self._blocks:
+            if (known := self._blocks.get(address.block)) is None:
                 self._adopt(volume, address)
-        # An id twice on one worker (a copy between tiers that a crash cut short) counts where it was seen first.
+            elif known.volume is not volume:  # not one that `adopt` has found while the scan was running
+                twice.append(address)
+        return twice
+
+    async def _drop_copy(self, volume: Volume, address: Address) -> None:
+        """The copy on the slower volume goes, unless the other one is cut short."""
+        known = self._blocks.get(address.block)
+        if known is None:
+            return
+        try:
+            if await self.runtime.in_thread(known.volume.look_up, address):
+                await self.runtime.in_thread(volume.disk.unlink, volume.block_path(address))
+                return
+        except OSError as error:
+            self.explain(volume, error, "removing the second copy of a block")
+            return
+        path, first, size = known.path, known.volume, known.used_bytes
+        self.forget(known)
+        first.books.blocks -= size
+        self._adopt(volume, address)
+        try:
+            await self.runtime.in_thread(first.disk.unlink, path)
+        except OSError as error:
+            self.explain(first, error, "removing half of a block")
 
     def _adopt(self, volume: Volume, address: Address) -> Block:
-        block = self.add(address, volume, FOUND, None)
+        block = self._enter(address, volume, FOUND, None)
+        self.heat.found(block)
         volume.books.blocks += block.used_bytes
+        return block
+
+    def _enter(self, address: Address, volume: Volume, session: int, stamp: Stamp | None) -> Block:
+        block = Block(address, volume, session, self.runtime.monotonic_s(), stamp=stamp)
+        self._blocks[block.id] = self._by_volume[volume.id][block.id] = self.unowned[block.id] = block
+        self.on_change(block.id)
         return block
 
     async def adopt(self, address: Address) -> Block | None:

@@ -66,9 +66,9 @@ class Verbs:
     def serve_now(self, session: int, request: sp.Request) -> Answer | None:
         match request:
             case sp.Open():
-                return self._open_now(request)
+                return self._open_now(session, request)
             case sp.Touch():
-                return self._touch(request)
+                return self._touch(session, request)
             case sp.Stat():
                 return Answer(self._stat())
             case sp.Unfinished():
@@ -79,7 +79,7 @@ class Verbs:
     async def serve(self, session: int, request: sp.Request) -> Answer:
         match request:
             case sp.Open():
-                return await self._open(request)
+                return await self._open(session, request)
             case sp.Stage():
                 return await self._stage(session, request)
             case sp.Reserve():
@@ -113,13 +113,13 @@ class Verbs:
                 log.warning("%s", self._store.explain(volume, error, "making a trial file"))
         return Answer(sp.Probed([v.id for v, _ in found], [v.tier for v, _ in found]), [fd for _, fd in found])
 
-    def _open_now(self, request: sp.Open) -> Answer | None:
+    def _open_now(self, session: int, request: sp.Open) -> Answer | None:
         """Only when all of them are here and good; else `_open` does it over (an fd costs a few µs)."""
         blocks: list[OpenBlock] = []
         _check(request)
         try:
             for address in map(sp.from_wire_address, request.addresses):
-                block = self._opener.open_now(address)
+                block = self._opener.open_now(address, session)
                 if block is None:
                     close_all(b.fd for b in blocks)
                     return None
@@ -129,17 +129,21 @@ class Verbs:
             return None  # `_open` gives each block its own answer
         return self._opened(request, blocks)
 
-    async def _open(self, request: sp.Open) -> Answer:
+    async def _open(self, session: int, request: sp.Open) -> Answer:
         timeout_s = min(request.timeout_s, MAX_OPEN_TIMEOUT_S)
         wanted = [
             (sp.from_wire_address(address), sp.from_wire_replicas(replicas))
             for address, replicas in zip(request.addresses, request.replicas, strict=True)
         ]
-        return self._opened(request, await asyncio.gather(*(self._open_one(a, r, timeout_s) for a, r in wanted)))
+        return self._opened(
+            request, await asyncio.gather(*(self._open_one(session, a, r, timeout_s) for a, r in wanted))
+        )
 
-    async def _open_one(self, address: Address, replicas: Sequence[Replica], timeout_s: float) -> OpenBlock | KvError:
+    async def _open_one(
+        self, session: int, address: Address, replicas: Sequence[Replica], timeout_s: float
+    ) -> OpenBlock | KvError:
         try:
-            return await self._opener.open(address, replicas, timeout_s)
+            return await self._opener.open(address, replicas, timeout_s, session)
         except KvError as error:
             return error
 
@@ -157,12 +161,12 @@ class Verbs:
         self._store.counters.read_bytes += sum(lengths)
         return Answer(body, [b.fd for b in blocks if isinstance(b, OpenBlock)])
 
-    def _touch(self, request: sp.Touch) -> Answer:
+    def _touch(self, session: int, request: sp.Touch) -> Answer:
         for wire in request.addresses:
             address = _address(wire)
             block = self._store.get(address.block)
             if block is not None and block.address == address:
-                self._store.touch(block)
+                self._store.touch(block, session)
                 self._store.counters.hits += 1
         return Answer(sp.Ok())
 

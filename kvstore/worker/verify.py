@@ -50,9 +50,13 @@ class Verifier:
         await asyncio.shield(running)
 
     async def _verify(self, block: Block) -> None:
+        path = block.path
         try:
             stamp = await self._hashed(block)
         except FileNotFoundError as error:
+            if block.path != path:  # it moved to another volume just now
+                await self._verify(block)
+                return
             self.vanished(block)
             raise gone(block, error) from None
         except OSError as error:
@@ -60,7 +64,8 @@ class Verifier:
         if stamp is None:
             await self._quarantine(block)
             raise Corrupt(f"{block.address}: its bytes differ from its hash; it is in quarantine now")
-        block.stamp = stamp
+        if block.path == path:
+            block.stamp = stamp
 
     async def _hashed(self, block: Block) -> Stamp | None:
         """The file's stamp from before it was read, so that a change while it is read shows; None for wrong bytes."""

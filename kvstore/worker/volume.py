@@ -6,6 +6,7 @@
     identity           see `identity`
     blocks/<xx>/<address>    a block; xx = first two hex digits of its hash
     staging/<session>-<handle>   being written, 16 hex digits each; session 0 is the worker itself
+    heat               of the blocks, see `heatfile` (the first disk volume only)
     quarantine/<address>     differs from its own hash; kept for whoever investigates, a few at most
 """
 
@@ -26,6 +27,7 @@ from kvstore.worker import identity as identities
 from kvstore.worker.books import Books
 from kvstore.worker.disk import Disk, disk_bytes
 from kvstore.worker.identity import Identity
+from kvstore.worker.settings import VolumeSettings, Watermarks
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -51,8 +53,10 @@ class Volume:
     identity    as it stands on disk
     """
 
-    def __init__(self, path: str, tier: str, books: Books, identity: Identity, lock_fd: int, disk: Disk) -> None:
-        self.path, self.tier, self.books, self.disk = path, tier, books, disk
+    def __init__(
+        self, path: str, tier: str, books: Books, watermarks: Watermarks, identity: Identity, lock_fd: int, disk: Disk
+    ) -> None:
+        self.path, self.tier, self.books, self.watermarks, self.disk = path, tier, books, watermarks, disk
         self.identity = identity
         self.failed = ""
         self._lock_fd = lock_fd
@@ -182,16 +186,17 @@ class Volume:
         os.close(self._lock_fd)
 
 
-def open_volume(path: str, tier: str, capacity_bytes: int, floor_bytes: int, volume_id: int, disk: Disk) -> Volume:
+def open_volume(settings: VolumeSettings, volume_id: int, disk: Disk) -> Volume:
     """Open a directory as a volume; one that is empty becomes a volume with the id `volume_id`. Blocks.
 
     Raises Unavailable when another worker has it, InvalidRequest when it holds something else, OSError.
     """
+    tier, path, capacity_bytes, floor_bytes, watermarks = settings
     disk.make_directory(path)
     lock_fd = _lock(path)
     try:
         identity = _read_identity(path, volume_id, disk)
-        volume = Volume(path, tier, Books(capacity_bytes, floor_bytes), identity, lock_fd, disk)
+        volume = Volume(path, tier, Books(capacity_bytes, floor_bytes), watermarks, identity, lock_fd, disk)
     except BaseException:
         os.close(lock_fd)
         raise

@@ -29,8 +29,10 @@ from kvstore.worker.fdsocket import FdServer
 from kvstore.worker.fences import Fences
 from kvstore.worker.fetch import Fetcher
 from kvstore.worker.heartbeat import Heart
+from kvstore.worker.heatfile import HeatFile
 from kvstore.worker.held import PROBE_INTERVAL_S, HeldFiles
 from kvstore.worker.membership import Membership
+from kvstore.worker.mover import Mover, Pace
 from kvstore.worker.opener import Opener
 from kvstore.worker.peers import Peers
 from kvstore.worker.report import Reporter
@@ -69,6 +71,7 @@ class Worker:
         if s.accept_rollback:
             self.membership.accept_rollback()
         self.store = Store(runtime, volumes, Fences(runtime.random_u64() or 1), self.counters)
+        self.heat_file = HeatFile(self.store)
         self.sessions = Sessions(s.session_grace_s, runtime.monotonic_s())
         self.held = HeldFiles(runtime, disk)
         self.evictor = Evictor(self.store, disk, self.held, self.background, self._announce)
@@ -78,9 +81,22 @@ class Worker:
         self.sealer = Sealer(self.store, disk, self.staging, self.background)
         self.seals = Seals(self.store, self.staging, self.sealer)
         self.verifier = Verifier(runtime, self.store, disk, self.background)
+        pace = Pace(s.move_bytes_per_s, s.moves_at_a_time)
+        self.mover = Mover(
+            self.store, disk, self.staging, self.sealer, self.evictor, self.verifier, self.background, pace
+        )
+        self.store.on_touch = self.mover.touched
         self.peers = Peers(self._connect)
         self.fetcher = Fetcher(
-            s.node, self.store, disk, self.staging, self.sealer, self.peers, self.held, self.background
+            s.node,
+            self.store,
+            disk,
+            self.staging,
+            self.sealer,
+            self.peers,
+            self.held,
+            self.background,
+            self.mover.place_fetched,
         )
         self.opener = Opener(self.store, disk, self.verifier, self.fetcher)
         self.bulk = Bulk(self.store, disk, self.sessions, self.staging, self.sealer, self.opener)
@@ -97,13 +113,16 @@ class Worker:
     async def start(self) -> None:
         """Serve. The master may be away: it is tried until it is there. Raises KvError, OSError."""
         await self.staging.restore()
+        await self.heat_file.load()
         await self.membership.save(self.runtime, self.store, self.store.fences)
         service = WorkerService(self.stat, self.bulk, lambda: self.membership.cluster)
         self._server = await serve(self.settings.listen, [service.add_to], service.raw_handlers())
         self.endpoint = self._advertised(self._server)
         self._start_reporting()
         self._start_socket()
-        self._tasks += [self._spawn(work()) for work in (self._join, self._upkeep, self._probe)]
+        self._tasks += [
+            self._spawn(work()) for work in (self._join, self._upkeep, self._probe, self.heat_file.run, self.mover.run)
+        ]
         await self._server.set_serving(True)
 
     async def stop(self) -> None:
@@ -120,6 +139,7 @@ class Worker:
         if self._report_link:
             await self._report_link.close()
         await self.membership.save(self.runtime, self.store, self.store.fences)
+        await self.heat_file.save()
         self.held.close()
         for volume in self.store.volumes:
             volume.close()

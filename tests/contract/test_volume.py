@@ -48,7 +48,7 @@ def volume(root: Path) -> Iterator[Volume]:
 
 
 def make(root: Path, volume_id: int = 5) -> Volume:
-    return open_volume(str(root / "v"), "ssd", 10 * MIB, 0, volume_id, Disk())
+    return open_volume(VolumeSettings("ssd", str(root / "v"), 10 * MIB, 0), volume_id, Disk())
 
 
 def write(path: str | Path, data: bytes = b"data") -> None:

@@ -37,6 +37,7 @@ READY_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.02
 _LOG_TAIL_BYTES = 4000
+_VOLUME = '[[worker.volumes]]\ntier = "{tier}"\npath = "{path}"\ncapacity = "{capacity}"\nfree_floor = "1MiB"\n'
 
 
 class ProcessFailed(AssertionError):
@@ -164,6 +165,11 @@ class Worker(Process):
         self.node, self.socket, self.volume, self.config = node, socket_path, volume, config
 
     @property
+    def memory(self) -> Path:
+        """Directory of its volume of the tier mem."""
+        return self.volume.with_name(f"{self.volume.name}-mem")
+
+    @property
     def block_files(self) -> list[Path]:
         """Sealed blocks that lie in the volume now."""
         return [p for p in self.volume.rglob("*.*.*") if p.is_file() and p.name.count(".") == 2]
@@ -182,10 +188,12 @@ class Cluster:
         dead_ticks: int = 5,
         session_grace: str = "60s",
         tier: str = "ssd",
+        memory: str = "",
     ) -> None:
+        """`memory`: capacity of a second volume of each worker, of the tier mem."""
         self.root = root
         self._sockets = Path(tempfile.mkdtemp(prefix="kvs-"))  # short: a socket's path has at most 107 bytes
-        self._options = (capacity, session_grace, tier)
+        self._options = (capacity, session_grace, tier, memory)
         self._extra: list[Process] = []
         self._master_listen = "127.0.0.1:0"
         self._tick, self._dead_ticks = tick, dead_ticks
@@ -261,12 +269,12 @@ class Cluster:
         )
 
     def _write_worker(self, index: int, listen: str) -> None:
-        worker, (capacity, grace, tier) = self.workers[index], self._options
+        worker, (capacity, grace, tier, memory) = self.workers[index], self._options
         worker.config.write_text(
             f'[worker]\nnode_id = "{worker.node}"\nmaster = "{self.url}"\nlisten = "{listen}"\nhttp = ""\n'
             f'socket = "{worker.socket}"\nsession_grace = "{grace}"\n\n'
-            f'[[worker.volumes]]\ntier = "{tier}"\npath = "{worker.volume}"\ncapacity = "{capacity}"\n'
-            'free_floor = "1MiB"\n'
+            + _VOLUME.format(tier=tier, path=worker.volume, capacity=capacity)
+            + (memory and _VOLUME.format(tier="mem", path=worker.memory, capacity=memory))
         )
 
 

@@ -18,7 +18,7 @@ from kvstore.worker.block import Block
 from kvstore.worker.disk import Disk
 from kvstore.worker.opening import open_volumes
 from kvstore.worker.seal import Claim
-from kvstore.worker.settings import Settings, VolumeSettings
+from kvstore.worker.settings import Settings, VolumeSettings, Watermarks
 from kvstore.worker.staging import Staged
 from kvstore.worker.worker import Worker
 
@@ -30,7 +30,7 @@ NOBODY = "127.0.0.1:1"
 def settings(
     root: Path, node: str = "a", *, master: str = NOBODY, capacity: int = 64 * MIB, tier: str = "ssd"
 ) -> Settings:
-    volume = VolumeSettings(tier, str(root / f"volume-{node}"), capacity, 0)
+    volume = VolumeSettings(tier, str(root / f"volume-{node}"), capacity, 0, Watermarks(1.0, 1.0))
     return Settings(node, [master], "127.0.0.1:0", "", str(root / f"{node}.sock"), 0o666, 0.2, 600.0, [volume])
 
 

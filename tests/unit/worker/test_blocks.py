@@ -281,11 +281,19 @@ async def test_what_is_sealed_while_its_session_expires_is_not_dropped(
 
 async def test_the_coldest_goes_first(tmp_path: Path) -> None:
     async with kit.running(kit.settings(tmp_path, capacity=4 * MIB)) as worker:
-        a, b, c, d = [await kit.put(worker, os.urandom(MIB)) for _ in range(4)]
+        a, b, c, d = [await kit.put(worker, os.urandom(MIB), session) for session in (1, 2, 3, 4)]
         await kit.get(worker, a.address)
         await kit.put(worker, os.urandom(MIB))
         here = [worker.store.get(x.id) is not None for x in (a, b, c, d)]
         assert here == [True, False, True, True]
+
+
+async def test_a_prefix_outlives_its_suffix(tmp_path: Path) -> None:
+    """What one client writes in one go is a prompt, its first chunk first."""
+    async with kit.running(kit.settings(tmp_path, capacity=4 * MIB)) as worker:
+        chunks = [await kit.put(worker, os.urandom(MIB), session=1) for _ in range(4)]
+        await kit.put(worker, os.urandom(MIB), session=2)
+        assert [worker.store.get(x.id) is not None for x in chunks] == [True, True, True, False]
 
 
 async def test_unowned_blocks_are_nobodys_victims(tmp_path: Path) -> None:

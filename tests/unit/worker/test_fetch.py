@@ -214,7 +214,7 @@ async def test_without_room_a_reader_is_served_all_the_same(owner: Worker, reade
 
 
 async def test_room_for_a_fetch_is_made_by_eviction(owner: Worker, reader: Worker) -> None:
-    old = [await kit.put(reader, os.urandom(MIB)) for _ in range(4)]
+    old = [await kit.put(reader, os.urandom(MIB), session) for session in (1, 2, 3, 4)]
     address = (await kit.put(owner, os.urandom(MIB))).address
     await open_bytes(reader, address, at(owner))
     assert reader.store.get(address.block) is not None

@@ -21,6 +21,7 @@ from kvstore.worker.disk import Disk
 from kvstore.worker.identity import Identity
 from kvstore.worker.membership import Membership
 from kvstore.worker.opening import open_volumes
+from kvstore.worker.settings import VolumeSettings
 from kvstore.worker.volume import Volume, open_volume
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
@@ -357,7 +358,7 @@ async def test_what_it_may_not_use_is_denied(tmp_path: Path, monkeypatch: pytest
 def volumes_that_have_seen(root: Path, *points: Seen) -> list[Volume]:
     volumes = []
     for i, seen in enumerate(points):
-        volume = open_volume(str(root / f"v{i}"), "ssd", MIB, 0, i + 1, Disk())
+        volume = open_volume(VolumeSettings("ssd", str(root / f"v{i}"), MIB, 0), i + 1, Disk())
         volume.write_identity(Identity(volume.id, "c", seen.sequence, incarnation=seen.incarnation))
         volume.close()
         volumes.append(volume)

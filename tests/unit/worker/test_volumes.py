@@ -19,6 +19,7 @@ from kvstore.core.errors import Corrupt, NotFound, Unavailable
 from kvstore.worker.disk import Disk, NotAFile, disk_error
 from kvstore.worker.held import unlink_watched
 from kvstore.worker.identity import Identity
+from kvstore.worker.settings import VolumeSettings
 from kvstore.worker.volume import Volume, open_volume
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
@@ -111,9 +112,9 @@ async def test_a_volume_that_writes_its_own_identity_stays(worker: Worker) -> No
 
 
 def test_the_identity_of_another_volume_is_never_overwritten(tmp_path: Path) -> None:
-    volume = open_volume(str(tmp_path / "v"), "ssd", MIB, 0, 5, Disk())
+    volume = open_volume(VolumeSettings("ssd", str(tmp_path / "v"), MIB, 0), 5, Disk())
     (tmp_path / "v").rename(tmp_path / "away")
-    other = open_volume(str(tmp_path / "v"), "ssd", MIB, 0, 6, Disk())
+    other = open_volume(VolumeSettings("ssd", str(tmp_path / "v"), MIB, 0), 6, Disk())
     with pytest.raises(OSError, match="another volume is there") as caught:
         volume.write_identity(Identity(5, "c", 1))
     assert caught.value.errno == errno.ENODEV

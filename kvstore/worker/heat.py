@@ -1,0 +1,114 @@
+"""How hot the blocks of this worker are, and what is remembered of evicted ones. Changed on the loop only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from kvstore.core.bursts import Bursts
+from kvstore.core.ghosts import Content, Ghosts
+from kvstore.core.heat import Clock, Heat, Ranking
+from kvstore.core.types import BlockId
+from kvstore.worker.block import Block
+from kvstore.worker.volume import Volume
+
+NOBODY: Final = 0
+"""A client without a session (a peer): its touches make no burst."""
+FOUND: Final = Heat(-1.0, False)
+"""As a clock at 0 has it: of a block that was found at start, and of which nothing is remembered."""
+
+
+class Remembered(NamedTuple):
+    """What a restart takes over; scores as a clock at 0 has them."""
+
+    blocks: dict[BlockId, Heat]
+    ghosts: Sequence[tuple[Content, Heat]]
+    probation: float
+
+
+class HeatMap:
+    """The order of the blocks of each volume, by heat; all volumes share one clock."""
+
+    def __init__(self, volumes: Sequence[Volume]) -> None:
+        capacity = sum(volume.books.capacity for volume in volumes)
+        self.clock, self.ghosts = Clock(capacity), Ghosts(capacity)
+        self._bursts: Bursts[int] = Bursts()
+        self._rankings: dict[int, Ranking[BlockId]] = {volume.id: Ranking() for volume in volumes}
+        self._remembered: dict[BlockId, Heat] = {}
+
+    def came(self, block: Block, client: int, now_s: float) -> None:
+        """It was written, or brought from a peer."""
+        self._set(block, self.ghosts.admit(content_of(block), self._moment(client, now_s)))
+        self.clock.admit(block.used_bytes)
+
+    def found(self, block: Block) -> None:
+        """It was here at start."""
+        self._set(block, self._as_of_now(self._remembered.pop(block.id, FOUND)))
+
+    def touch(self, block: Block, client: int, now_s: float) -> None:
+        """It was opened or read."""
+        self._set(block, self.of(block).touched(self._moment(client, now_s)))
+
+    def moved(self, block: Block, source: Volume) -> None:
+        """It lies in `block.volume` now, no longer in `source`."""
+        score = self._rankings[source.id].score(block.id)
+        self._rankings[source.id].discard(block.id)
+        if score is not None:
+            self._rankings[block.volume.id].set(block.id, score)
+
+    def gone(self, block: Block) -> None:
+        self._rankings[block.volume.id].discard(block.id)
+
+    def evicted(self, block: Block) -> None:
+        """It goes for want of room: should its content come back, it is not new."""
+        self.ghosts.add(content_of(block), self.of(block))
+
+    def of(self, block: Block) -> Heat:
+        score = self._rankings[block.volume.id].score(block.id)
+        return Heat(self.clock.now if score is None else score, block.proven)
+
+    def coldest(self, volume: Volume) -> Iterator[BlockId]:
+        """From the coldest up. Not to be changed while it is iterated."""
+        return (block for block, _ in self._rankings[volume.id].coldest())
+
+    def remember(self, blocks: Iterable[Block]) -> Remembered:
+        """`blocks`: all of them."""
+        ghosts = [(content, self._aged(heat)) for content, heat in self.ghosts]
+        return Remembered({block.id: self._aged(self.of(block)) for block in blocks}, ghosts, self.ghosts.probation)
+
+    def recall(self, remembered: Remembered) -> None:
+        """What a former process knew; before the blocks are found."""
+        self._remembered = dict(remembered.blocks)
+        self.ghosts.probation = remembered.probation
+        for content, heat in remembered.ghosts:
+            self.ghosts.add(content, self._as_of_now(heat))
+
+    def all_found(self) -> None:
+        """Whatever is not here by now has gone."""
+        self._remembered.clear()
+
+    def resize(self, volumes: Iterable[Volume]) -> None:
+        """A volume failed."""
+        capacity = sum(volume.books.capacity for volume in volumes)
+        if capacity > 0:
+            self.clock.resize(capacity)
+            self.ghosts.resize(capacity)
+
+    def _moment(self, client: int, now_s: float) -> float:
+        if client == NOBODY:
+            return self.clock.now
+        return self._bursts.touch(client, now_s, self.clock.now)
+
+    def _aged(self, heat: Heat) -> Heat:
+        return heat._replace(score=self.clock.age(heat.score))
+
+    def _as_of_now(self, heat: Heat) -> Heat:
+        return heat._replace(score=heat.score + self.clock.now)
+
+    def _set(self, block: Block, heat: Heat) -> None:
+        self._rankings[block.volume.id].set(block.id, heat.score)
+        block.proven = heat.proven
+
+
+def content_of(block: Block) -> Content:
+    return Content(block.address.length_bytes, block.address.hash)
