@@ -5,13 +5,16 @@ One store with two nodes for all tests of a module; tests that kill something ma
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from tests.support.child import in_child
 from tests.support.cluster import Cluster
+from tests.support.modes import MODES, Pair, mounted_pair
 from tests.support.mounts import Mount, can_mount, mounted
 
 
@@ -47,3 +50,18 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 def fresh(request: pytest.FixtureRequest) -> str:
     """A directory name of this test's own."""
     return "".join(c if c.isalnum() else "_" for c in request.node.name)[:60]
+
+
+@pytest.fixture(scope="module", params=MODES)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Two mounts of one store, in each mode."""
+    with mounted_pair(tmp_path_factory.mktemp("pair"), request.param) as pair:
+        yield pair
+
+
+@pytest.fixture
+def place(pair: Pair, request: pytest.FixtureRequest) -> Path:
+    """A directory of this test's own on the first mount."""
+    path = pair.a / "".join(c if c.isalnum() else "_" for c in request.node.name)
+    in_child(os.mkdir, path)
+    return path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -14,20 +14,6 @@ from tests.support.child import in_child
 from tests.support.fsops import Bytes, Map
 from tests.support.modes import MODES, Pair, mounted_pair
 from tests.support.sealed import FIRST, NEW, SIZE, put
-
-
-@pytest.fixture(scope="module", params=MODES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with mounted_pair(tmp_path_factory.mktemp("maps"), request.param) as pair:
-        yield pair
-
-
-@pytest.fixture
-def place(pair: Pair, request: pytest.FixtureRequest) -> Path:
-    """A directory of this test's own on the first mount."""
-    path = pair.a / "".join(c if c.isalnum() else "_" for c in request.node.name)
-    in_child(os.mkdir, path)
-    return path
 
 
 def unlinked(path: Path) -> None:

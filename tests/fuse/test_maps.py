@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -18,24 +18,10 @@ import pytest
 from tests.fuse.calls import error_of
 from tests.support.child import in_child
 from tests.support.fsops import Bytes, Map
-from tests.support.modes import MODES, Pair, mounted_pair
+from tests.support.modes import Pair
 from tests.support.sealed import AT, CHANGED, FIRST, NEW, SIZE, Blocks, await_version, put
 
 PROT_READ_WRITE: Final = 3
-
-
-@pytest.fixture(scope="module", params=MODES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    with mounted_pair(tmp_path_factory.mktemp("maps"), request.param) as pair:
-        yield pair
-
-
-@pytest.fixture
-def place(pair: Pair, request: pytest.FixtureRequest) -> Path:
-    """A directory of this test's own on the first mount."""
-    path = pair.a / "".join(c if c.isalnum() else "_" for c in request.node.name)
-    in_child(os.mkdir, path)
-    return path
 
 
 # ---- each way to change a file that is sealed: it returns what the file holds then ----
