@@ -20,6 +20,7 @@ from kvstore.keeper.watchdog import Limits
 
 log = logging.getLogger(__name__)
 
+_ADMIN_WAIT_S: Final = 2.0
 _UNMOUNT_RETRY_S: Final = 0.2
 _BREATHER_S: Final = 0.05
 """After an error of our own, so that one that repeats does not fill the log."""
@@ -92,10 +93,16 @@ class Keeper:
 
     def mount(self) -> None:
         self._device.mount(allow_other=self._options.allow_other)
-        try:
-            self._admin = AdminPort(self.loop, self._device.connection, self._ask)
-        except OSError as error:
-            log.warning("no admin socket (%s): no --upgrade, no status", error)
+        end = time.monotonic() + _ADMIN_WAIT_S
+        while self._admin is None:
+            try:
+                self._admin = AdminPort(self.loop, self._device.connection, self._ask)
+            except OSError as error:
+                # The kernel gives the number of a mount that has gone to the next one, while its keeper still ends.
+                if error.errno != errno.EADDRINUSE or time.monotonic() >= end:
+                    log.warning("no admin socket (%s): no --upgrade, no status", error)
+                    return
+                time.sleep(_UNMOUNT_RETRY_S)
 
     def serving(self, line: str, facts: Mapping[str, str]) -> None:
         log.info("serving %s", self._options.directory)

@@ -8,12 +8,14 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from kvstore.keeper import crew, wire
+from kvstore.keeper.adminport import address
 from kvstore.keeper.channel import PASSTHROUGH_BIT
 from kvstore.keeper.wire import Op
 from tests.support.fake_device import FakeDevice, Ran, keeper_thread
@@ -116,6 +118,17 @@ def test_a_process_that_dies_before_it_serves_leaves_no_mount(directory: Path, d
     with keeper_thread([sys.executable, "-c", script], device) as ran:
         assert ran.join() == 5
     assert (device.mounts, device.unmounts) == (1, [True])
+
+
+def test_the_admin_socket_of_a_mount_that_had_the_same_number_may_end_late(directory: Path, device: FakeDevice) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as former:
+        former.bind(address(device.connection))
+        former.listen()
+        threading.Timer(0.5, former.close).start()
+        with keeper_thread(command(directory), device) as ran:
+            until(lambda: former.fileno() == -1)
+            until(lambda: ran.status()["state"] == "serving")
+            assert admin(device, {"verb": "status"})["state"] == "serving"
 
 
 def test_stopped_while_it_starts(directory: Path, device: FakeDevice) -> None:
