@@ -70,10 +70,6 @@ class Mover:
                 del self._candidates[next(iter(self._candidates))]
             self._wake.set()
 
-    def hurry(self) -> None:
-        """A volume may have passed its high watermark."""
-        self._wake.set()
-
     async def run(self) -> None:
         """Until cancelled."""
         while True:

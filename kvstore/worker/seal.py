@@ -86,7 +86,7 @@ class Sealer:
             staged.busy = False
             raise self._store.explain(staged.volume, error, "renaming a copy to its address") from None
         self._staging.became_block(staged, block.address.length_bytes)
-        if block.leaving or self._store.get(block.id) is not block:
+        if block.leaving or self._store.get(block.id) is not block or not staged.volume.in_service:
             return path, staged.volume
         left = block.path, block.volume
         self._store.move(block, staged.volume, stamp)

@@ -87,7 +87,9 @@ class Store:
         return block
 
     def touch(self, block: Block, client: int) -> None:
-        """A client (its session) used it."""
+        """A client (its session) used it. One that went while it was being opened is left alone."""
+        if self._blocks.get(block.id) is not block:
+            return
         block.touches += 1
         self.heat.touch(block, client, self.runtime.monotonic_s())
         self.on_touch(block)

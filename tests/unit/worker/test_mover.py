@@ -204,6 +204,14 @@ async def test_a_block_that_dies_while_it_moves_leaves_nothing(worker: Worker) -
     assert all(v.books.used == 0 for v in worker.store.volumes)
 
 
+async def test_a_block_that_went_while_it_was_opened_leaves_no_trace(worker: Worker) -> None:
+    block = await kit.put(worker, os.urandom(MIB))
+    await worker.evictor.drop([block])
+    worker.store.touch(block, 1)  # its reader comes back from the thread that opened the file
+    assert list(worker.store.coldest(block.volume)) == []
+    await settle(worker)
+
+
 async def test_blocks_are_readable_at_every_moment(worker: Worker) -> None:
     data = [os.urandom(MIB) for _ in range(12)]
     blocks = [await kit.put(worker, each, session) for session, each in enumerate(data, 1)]
