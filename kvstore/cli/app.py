@@ -34,6 +34,7 @@ COMMANDS: Final[Mapping[str, Command]] = {
     "nodes": Command("kvstore.cli.nodes_cmd", "Look at the workers of a cluster."),
     "fs": Command("kvstore.cli.fs_cmd", "Look at and change what is in a store."),
     "report": Command("kvstore.cli.report_cmd", "Show a cluster's capacity, nodes, entries and hit ratio."),
+    "top": Command("kvstore.cli.top_cmd", "Watch hits, moves and evictions of a cluster, per node and tier."),
     "config": Command("kvstore.cli.config_cmd", "Show the configuration and where each value comes from."),
 }
 

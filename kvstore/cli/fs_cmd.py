@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from kvstore.cli import fs_rows
+from kvstore.cli import fs_policies, fs_rows
 from kvstore.cli.app import ConfigOption, new_app
 from kvstore.cli.fs_rows import named
 from kvstore.cli.output import Column, JsonOption, number_column, print_json, print_object, print_rows, size_column
@@ -19,11 +19,13 @@ from kvstore.cli.progress import transfer
 from kvstore.cli.store import MasterOption, SocketOption, open_store
 from kvstore.client.jobs import readable
 from kvstore.client.sync import Client
+from kvstore.config.units import format_size
 from kvstore.core.errors import InvalidRequest, NotDirectory, NotFound
 from kvstore.core.paths import normalize, split
 from kvstore.core.types import Entry
 
 app = new_app()
+fs_policies.add_to(app)
 
 COPY_BYTES = 1 << 20
 STANDARD = "-"
@@ -68,9 +70,13 @@ def list_directory(
 def show(
     path: StorePath, master: MasterOption = None, config: ConfigOption = None, as_json: JsonOption = False
 ) -> None:
-    """All about one name: inode, size, times, its block and where the replicas are."""
+    """All about one name: inode, size, times, its block, where the replicas are and how hot, quota, TTL, pin."""
     with open_store(master, config, "") as client:
-        print_object(fs_rows.entry_row(path, client.stat(path)), fs_rows.ALL, as_json)
+        entry = client.stat(path)
+        where = {"where": fs_policies.described_rows(client.describe(entry))} if not entry.is_dir else {}
+        holding = fs_policies.holding_row(client.policies(path))
+    columns = [*fs_rows.ALL, *([] if entry.is_dir else [fs_policies.HEAT]), *fs_policies.HOLDING]
+    print_object({**fs_rows.entry_row(path, entry), **where, **holding}, columns, as_json)
 
 
 @app.command("cat")
@@ -209,20 +215,25 @@ def disk_usage(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bytes, files and directories below a path."""
+    """Bytes, files and directories below a path, and the quotas of directories."""
     columns = [
         size_column("size_bytes", "SIZE"),
         number_column("files", "FILES"),
         number_column("directories", "DIRECTORIES"),
+        Column("quota_bytes", "QUOTA", lambda size: format_size(size) if size else "-", "right"),
         Column("path", "PATH"),
     ]
     with open_store(master, config, "") as client:
-        print_rows((row._asdict() for row in fs_rows.usage(client, path, depth)), columns, as_json)
+        quotas = {policy.path: policy.quota_bytes for policy in client.all_policies()}
+        rows = fs_rows.usage(client, path, depth)
+        print_rows(({**row._asdict(), "quota_bytes": quotas.get(row.path, 0)} for row in rows), columns, as_json)
 
 
 @app.command("df")
-def free_space(master: MasterOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Capacity of the live volumes, and what the store holds."""
+def free_space(
+    path: StorePath = "/", master: MasterOption = None, config: ConfigOption = None, as_json: JsonOption = False
+) -> None:
+    """Capacity of the live volumes and what the store holds; below a quota, what that leaves."""
     columns = [
         size_column("capacity_bytes", "CAPACITY"),
         size_column("used_bytes", "USED"),
@@ -231,7 +242,7 @@ def free_space(master: MasterOption = None, config: ConfigOption = None, as_json
         number_column("directories", "DIRECTORIES"),
     ]
     with open_store(master, config, "") as client:
-        print_rows([client.statfs()._asdict()], columns, as_json)
+        print_rows([client.statfs(path)._asdict()], columns, as_json)
 
 
 def _into(client: Client, path: str, name: str) -> str:

@@ -44,14 +44,19 @@ def number_column(key: str, title: str) -> Column:
 
 
 def print_rows(rows: Iterable[Mapping[str, object]], columns: Sequence[Column], with_json: bool) -> None:
-    """JSON lines with all fields of each row, or one table of ``columns``. A missing or None cell is empty."""
+    """JSON lines with all fields of each row, or one table of ``columns``."""
     if with_json:
         for row in rows:
             print_json(row)
         return
+    _print(table(rows, columns))
+
+
+def table(rows: Iterable[Mapping[str, object]], columns: Sequence[Column]) -> Text:
+    """Titles and a line per row. A missing or None cell is empty."""
     cells = [[_cell(column, row.get(column.key)) for column in columns] for row in rows]
     head, *lines = _aligned([[column.title for column in columns], *cells], [column.justify for column in columns])
-    _print(Text("\n").join([Text(head, style="bold"), *map(Text, lines)]))
+    return Text("\n").join([Text(head, style="bold"), *map(Text, lines)])
 
 
 def print_object(fields: Mapping[str, object], columns: Sequence[Column], with_json: bool) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvstore.cli.app import ConfigOption, new_app
 from kvstore.cli.nodes_cmd import READS, READS_NOTE, in_order, reads, state
 from kvstore.cli.output import Column, JsonOption, number_column, print_note, print_object, print_rows, size_column
+from kvstore.cli.rates import Tier, share, tiers
 from kvstore.cli.store import MasterOption, open_store
-from kvstore.client.messages import ClusterMap, Counters
+from kvstore.client.messages import ClusterMap, Counters, Node
+from kvstore.config.units import format_size
 
 app = new_app()
 
@@ -42,6 +44,21 @@ COLUMNS = [
     number_column("corruptions", "Corrupt blocks"),
 ]
 NODE_COLUMNS = [Column("node", "NODE"), Column("state", "STATE"), *READS]
+_TIER = [Column("node", "NODE"), Column("tier", "TIER")]
+TIER_COLUMNS = [
+    *_TIER,
+    size_column("capacity_bytes", "CAPACITY"),
+    size_column("used_bytes", "USED"),
+    number_column("blocks", "BLOCKS"),
+    Column("hits", "HITS", justify="right"),
+    Column("promoted", "PROMOTED", justify="right"),
+    Column("demoted", "DEMOTED", justify="right"),
+]
+PINNED_COLUMNS = [*_TIER, size_column("pinned_bytes", "PINNED"), size_column("unpinned_bytes", "WITHOUT EFFECT")]
+UNLINKED_COLUMNS = [*_TIER, Column("unlinked", "UNLINKED")]
+REASONS_A_LINE = 3
+"""So that a line with the name of a node has at most 100 characters."""
+TIERS_NOTE = "HITS: reads the tier served (share of the node's reads). PROMOTED, DEMOTED: moves into the tier."
 LOOKUPS_NOTE = "Look-ups: names asked for since the start of the master."
 
 
@@ -58,7 +75,44 @@ def report(master: MasterOption = None, config: ConfigOption = None, as_json: Js
         print_note("")
         print_rows(found["reads"], NODE_COLUMNS, with_json=False)
         print_note(READS_NOTE)
+        print_tiers(found["tiers"])
+        print_note("")
         print_note(LOOKUPS_NOTE)
+
+
+def print_tiers(rows: Sequence[dict[str, Any]]) -> None:
+    """What lies where, and what went; a table of pins only where there are any."""
+    print_note("")
+    print_rows(map(_tier_cells, rows), TIER_COLUMNS, with_json=False)
+    print_note(TIERS_NOTE)
+    for columns, wanted in (
+        (PINNED_COLUMNS, [row for row in rows if row["pinned_bytes"] or row["unpinned_bytes"]]),
+        (UNLINKED_COLUMNS, [line for row in rows for line in _unlinked_lines(row)]),
+    ):
+        if wanted:
+            print_note("")
+            print_rows(wanted, columns, with_json=False)
+
+
+def _tier_cells(row: Mapping[str, Any]) -> dict[str, Any]:
+    ratio = "" if row["hit_ratio"] is None else f" ({100 * row['hit_ratio']:.1f} %)"
+    return {
+        **row,
+        "hits": f"{row['hits']:,}{ratio}",
+        "promoted": _counted(row["promotions"], row["promoted_bytes"]),
+        "demoted": _counted(row["demotions"], row["demoted_bytes"]),
+    }
+
+
+def _unlinked_lines(row: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The reasons that occurred, a few a line."""
+    reasons = [f"{reason} {_counted(u['files'], u['bytes'])}" for reason, u in row["unlinked"].items()]
+    lines = [", ".join(reasons[i : i + REASONS_A_LINE]) for i in range(0, len(reasons), REASONS_A_LINE)]
+    return [{"node": row["node"], "tier": row["tier"], "unlinked": line} for line in lines]
+
+
+def _counted(count: int, size_bytes: int) -> str:
+    return f"{count:,} ({format_size(size_bytes)})" if count else "0"
 
 
 def summary(cluster: ClusterMap) -> dict[str, Any]:
@@ -85,5 +139,20 @@ def summary(cluster: ClusterMap) -> dict[str, Any]:
         "hit_ratio": cluster.lookups_found / asked if asked else None,
         "local_ratio": counters.hits / wanted if counters and wanted else None,
         "reads": [{"node": node.id, "state": state(node), **reads(node)} for node in in_order(cluster)],
+        "tiers": [tier_row(node, tier) for node in in_order(cluster) if node.live for tier in tiers(node)],
         **(counters._asdict() if counters else {}),
+    }
+
+
+def tier_row(node: Node, tier: Tier) -> dict[str, Any]:
+    """`hit_ratio`: of all reads on the node those that this tier served; None before the first one."""
+    counters = tier.counters
+    return {
+        **counters._asdict(),
+        "node": node.id,
+        "capacity_bytes": tier.capacity_bytes,
+        "used_bytes": tier.used_bytes,
+        "free_bytes": tier.free_bytes,
+        "hit_ratio": share(counters.hits, sum(reads(node).values())),
+        "unlinked": {u.reason: {"files": u.files, "bytes": u.bytes} for u in counters.unlinked},
     }

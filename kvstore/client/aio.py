@@ -38,6 +38,8 @@ from kvstore.client.local import AsyncLocalWorker
 from kvstore.client.lost import LostNames
 from kvstore.client.messages import ClusterMap, RemoveKind, RemoveName, RenameName, Statfs
 from kvstore.client.meta import AsyncMeta
+from kvstore.client.policies import Holding, Policy, below
+from kvstore.client.remote import Described
 from kvstore.client.sockets import SealedBlock
 from kvstore.client.wiring import AsyncParts
 from kvstore.core.errors import KvError
@@ -258,6 +260,39 @@ class AsyncClient:
         name, deadline = self.target.path(path), self._deadline(timeout_s)
         await self._parts.start(deadline)
         return await self.meta.statfs(name, timeout_s=deadline.left_s)
+
+    async def set_policy(
+        self, path: str, *, quota_bytes: int | None = None, ttl_s: float | None = None, pinned: bool | None = None,
+        timeout_s: float | None = None,
+    ) -> Holding:  # fmt: skip
+        """Quota and sliding TTL of a directory, pin of a directory or a file: None leaves it, 0 and False take it away.
+        What holds for the path then. Raises NotFound, NotDirectory, InvalidRequest."""
+        name, deadline = self.target.path(path), self._deadline(timeout_s)
+        await self._parts.start(deadline)
+        policies, left_s = self.meta.policies, deadline.left_s
+        holding = await policies.set(name, quota_bytes=quota_bytes, ttl_s=ttl_s, pinned=pinned, timeout_s=left_s)
+        return holding.named(self.target.root)
+
+    async def policies(self, path: str = "", *, timeout_s: float | None = None) -> Holding:
+        """What holds for a path. Raises NotFound, NotDirectory."""
+        name, deadline = self.target.path(path), self._deadline(timeout_s)
+        await self._parts.start(deadline)
+        return (await self.meta.policies.of(name, timeout_s=deadline.left_s)).named(self.target.root)
+
+    async def all_policies(self, *, timeout_s: float | None = None) -> Sequence[Policy]:
+        """Of the whole store, in order of their paths."""
+        deadline = self._deadline(timeout_s)
+        await self._parts.start(deadline)
+        return below(self.target.root, await self.meta.policies.all(timeout_s=deadline.left_s))
+
+    async def describe(self, entry: Entry, *, timeout_s: float | None = None) -> Sequence[Described]:
+        """What the workers with a replica of a file know of its block: tier, heat, when it expires. Nobody's heat rises
+        by it; workers that cannot be asked are left out."""
+        deadline = self._deadline(timeout_s)
+        await self._parts.start(deadline)
+        if entry.address is None:
+            return []
+        return await self._parts.remote.describe(entry.address, entry.replicas, timeout_s=deadline.left_s)
 
     async def cluster_map(self, *, timeout_s: float | None = None) -> ClusterMap:
         """Nodes, volumes and counters as of now."""

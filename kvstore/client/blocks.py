@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Protocol, TypeVar
 
 from kvstore.client import files, sockets
@@ -23,8 +24,8 @@ from kvstore.client.deadline import Deadline
 from kvstore.client.local import AsyncLocalWorker
 from kvstore.client.remote import AsyncRemote
 from kvstore.client.sockets import SealedBlock
-from kvstore.client.staging import Loaded, Staging, Wish, block_of, empty_fd, in_parts, sealable
-from kvstore.core.errors import InvalidRequest, KvError, Timeout
+from kvstore.client.staging import Loaded, Staging, Wish, block_of, empty_fd, in_parts, room_to_ask, sealable
+from kvstore.core.errors import InvalidRequest, KvError, NoSpace, Timeout
 from kvstore.core.hashing import hash_block
 from kvstore.core.limits import METADATA_TIMEOUT_S, fetch_timeout_s, store_timeout_s
 from kvstore.core.types import Entry
@@ -159,7 +160,7 @@ class AsyncLocalBlocks:
         deadline = Deadline.of(timeout_s, store_timeout_s(len(view)))
         staging = await self.stage(len(view), timeout_s=deadline.left_s)
         try:
-            digest, mtime_ns = await self._write(staging, view)
+            digest, mtime_ns = await with_room(self, staging, len(view), deadline, partial(self._write, staging, view))
             return await self.seal(staging, len(view), hash=digest, mtime_ns=mtime_ns, timeout_s=deadline.left_s)
         except BaseException:
             await abandon(self, staging)
@@ -183,7 +184,8 @@ class AsyncLocalBlocks:
     async def _write(self, staging: Staging, view: memoryview) -> files.Written:
         if len(view) <= INLINE_BYTES:
             return files.write_hashed(staging.fd, view)
-        return await self._to_its_end(files.write_and_close, staging.release(), view)
+        # A duplicate: the thread closes its own, and when the disk was full there is another try.
+        return await self._to_its_end(files.write_and_close, os.dup(staging.fd), view)
 
     async def _read(self, fds: sockets.Opened, index: int, wish: Wish) -> Loaded:
         fd = fds[index]
@@ -316,6 +318,24 @@ def _close_result(made: asyncio.Future[int]) -> None:
     """Of a thread whose caller was cancelled meanwhile."""
     if not made.cancelled() and made.exception() is None:
         os.close(made.result())
+
+
+async def with_room(
+    blocks: AsyncBlocks, staging: Staging, size_bytes: int, deadline: Deadline, write: Callable[[], Awaitable[T]]
+) -> T:
+    """`write()`, to a staging file of `size_bytes` in all. When the disk turns out to be full (others filled it, and
+    its worker does not know yet), the worker is asked to make room, and it is done once more. Raises NoSpace.
+    """
+    try:
+        return await write()
+    except NoSpace as full:
+        try:
+            await blocks.reserve(staging, room_to_ask(size_bytes), timeout_s=deadline.left_s)
+        except NoSpace:
+            raise  # it says more of why
+        except KvError:
+            raise full from None
+    return await write()
 
 
 async def abandon(blocks: AsyncBlocks, staging: Staging) -> None:

@@ -166,6 +166,10 @@ class EitherBlocks:
 
         return self._write(use, left)
 
+    def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
+        left = Deadline.of(timeout_s, store_timeout_s(0))
+        self._owner(staging, lambda b: b.reserve(staging, size_bytes, timeout_s=left.left_s), left)
+
     def seal(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> SealedBlock:
         left = Deadline.of(timeout_s, store_timeout_s(size_bytes))
         staging.close()

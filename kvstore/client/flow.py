@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import IO
 
 import aiofiles
-from aiofiles.threadpool.binary import AsyncBufferedIOBase, AsyncBufferedReader
+from aiofiles.threadpool.binary import AsyncBufferedReader
 
 from kvstore.client import files
-from kvstore.client.blocks import abandon
+from kvstore.client.blocks import abandon, with_room
 from kvstore.client.cache import MetadataCache
 from kvstore.client.deadline import Deadline
 from kvstore.client.files import Progress
 from kvstore.client.jobs import GetJob, PutJob
 from kvstore.client.sockets import SealedBlock
+from kvstore.client.staging import Staging
 from kvstore.client.sync_blocks import abandon as abandon_here
+from kvstore.client.sync_blocks import with_room as with_room_here
 from kvstore.client.wiring import AsyncParts, Parts
 from kvstore.core.errors import KvError
 from kvstore.core.limits import fetch_timeout_s
@@ -73,9 +77,8 @@ class AsyncFlow:
         blocks = self._parts.blocks
         staging = await blocks.stage(size, timeout_s=deadline.left_s)
         try:
-            # Buffered for its lock: a close waits for the write in a thread, also when the caller was cancelled.
-            async with aiofiles.open(source, "rb") as file, aiofiles.open(staging.release(), "wb") as out:
-                await _copy(file, out, size, progress, deadline)
+            async with aiofiles.open(source, "rb") as file, _filling(staging) as out:
+                await _copy(file, partial(self._append, out, staging, size, deadline), size, progress, deadline)
             return await blocks.seal(staging, size, timeout_s=deadline.left_s)
         except BaseException:
             await abandon(blocks, staging)
@@ -88,12 +91,16 @@ class AsyncFlow:
         async with aiofiles.open(fd, "rb") as block:
             temporary = files.beside(target)
             try:
+                # Buffered for its lock: a close waits for the write in a thread, also when the caller was cancelled.
                 async with aiofiles.open(temporary, "wb") as out:
-                    await _copy(block, out, size, progress, deadline)
+                    await _copy(block, out.write, size, progress, deadline)
                 os.replace(temporary, target)
             except BaseException:
                 files.remove_quietly(temporary)
                 raise
+
+    async def _append(self, out: _Filling, staging: Staging, size: int, deadline: Deadline, piece: bytes) -> None:
+        await with_room(self._parts.blocks, staging, size, deadline, partial(out.append, piece))
 
     async def _put_round(self, job: PutJob, store: Store, deadline: Deadline) -> None:
         try:
@@ -157,8 +164,8 @@ class Flow:
         blocks = self._parts.blocks
         staging = blocks.stage(size, timeout_s=deadline.left_s)
         try:
-            with open(source, "rb") as file, open(staging.release(), "wb") as out:
-                _copy_here(file, out, size, progress, deadline)
+            with open(source, "rb") as file:
+                _copy_here(file, partial(self._write, staging, size, deadline), size, progress, deadline)
             return blocks.seal(staging, size, timeout_s=deadline.left_s)
         except BaseException:
             abandon_here(blocks, staging)
@@ -171,11 +178,15 @@ class Flow:
             temporary = files.beside(target)
             try:
                 with open(temporary, "wb") as out:
-                    _copy_here(block, out, size, progress, deadline)
+                    _copy_here(block, lambda piece, at: out.write(piece), size, progress, deadline)
                 os.replace(temporary, target)
             except BaseException:
                 files.remove_quietly(temporary)
                 raise
+
+    def _write(self, staging: Staging, size: int, deadline: Deadline, piece: memoryview, at: int) -> None:
+        write = partial(files.write_all, staging.fd, piece, at)
+        with_room_here(self._parts.blocks, staging, size, deadline, write)
 
     def _put_round(self, job: PutJob, store: SyncStore, deadline: Deadline) -> None:
         def outcome(index: int) -> SealedBlock | KvError:
@@ -209,9 +220,39 @@ async def _outcome(store: Awaitable[SealedBlock]) -> SealedBlock | KvError:
         return error
 
 
+class _Filling:
+    """A staging file that is written from its start on, a piece at a time. Owns its fd; `close` waits for the piece
+    under way, also when its caller was cancelled: the thread must not meet a reused number.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self._at = fd, 0
+        self._writing: asyncio.Future[None] | None = None
+
+    async def append(self, piece: bytes) -> None:
+        """One that failed half-way may be appended again. Raises NoSpace and what else `files.mapped` knows."""
+        self._writing = asyncio.ensure_future(asyncio.to_thread(files.write_all, self._fd, memoryview(piece), self._at))
+        await asyncio.shield(self._writing)
+        self._at += len(piece)
+
+    async def close(self) -> None:
+        if self._writing is not None:
+            await asyncio.wait([self._writing])
+        os.close(self._fd)
+
+
+@asynccontextmanager
+async def _filling(staging: Staging) -> AsyncIterator[_Filling]:
+    filling = _Filling(staging.release())
+    try:
+        yield filling
+    finally:
+        await filling.close()
+
+
 async def _copy(
     source: AsyncBufferedReader,
-    out: AsyncBufferedIOBase,
+    write: Callable[[bytes], Awaitable[object]],
     size: int,
     progress: Progress,
     deadline: Deadline,
@@ -220,18 +261,21 @@ async def _copy(
     while left:
         piece = await source.read(min(COPY_BYTES, left))
         files.check_piece(piece, left)
-        await out.write(piece)
+        await write(piece)
         left -= len(piece)
         progress(len(piece))
         deadline.check()
 
 
-def _copy_here(source: IO[bytes], out: IO[bytes], size: int, progress: Progress, deadline: Deadline) -> None:
-    left = size
-    while left:
-        piece = source.read(min(COPY_BYTES, left))
-        files.check_piece(piece, left)
-        out.write(piece)
-        left -= len(piece)
+def _copy_here(
+    source: IO[bytes], write: Callable[[memoryview, int], object], size: int, progress: Progress, deadline: Deadline
+) -> None:
+    """`write` gets each piece and where it belongs."""
+    at = 0
+    while at < size:
+        piece = source.read(min(COPY_BYTES, size - at))
+        files.check_piece(piece, size - at)
+        write(memoryview(piece), at)
+        at += len(piece)
         progress(len(piece))
         deadline.check()

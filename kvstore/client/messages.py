@@ -113,6 +113,36 @@ class Counters(NamedTuple):
     promoted_bytes: int = 0
     demotions: int = 0
     demoted_bytes: int = 0
+    fetched_bytes: int = 0
+    """Of blocks that were brought from a peer and kept."""
+
+
+class Unlinked(NamedTuple):
+    """`reason`: capacity, floor, quota, ttl, removed, corrupt, orphan; a newer worker may have others."""
+
+    reason: str
+    files: int
+    bytes: int
+    """What they took on the disk."""
+
+
+class TierCounters(NamedTuple):
+    """Of one worker's volumes of one tier, since its start. Moves count where they end."""
+
+    tier: str
+    blocks: int = 0
+    """That are there now."""
+    hits: int = 0
+    promotions: int = 0
+    promoted_bytes: int = 0
+    demotions: int = 0
+    demoted_bytes: int = 0
+    pinned_bytes: int = 0
+    """That are never evicted, now."""
+    unpinned_bytes: int = 0
+    """Of blocks whose pin has no effect now: the share for pins is used up."""
+    unlinked: tuple[Unlinked, ...] = ()
+    """Of the reasons that occurred."""
 
 
 class Node(NamedTuple):
@@ -127,6 +157,8 @@ class Node(NamedTuple):
     blocks: int
     draining: bool
     version: str
+    tiers: tuple[TierCounters, ...] = ()
+    """None before its first heartbeat, or from a worker that does not tell."""
 
     @property
     def free_bytes(self) -> int:
@@ -264,10 +296,24 @@ def cluster_map(reply: m.ClusterMapReply) -> ClusterMap:
 def _node(node: m.Node) -> Node:
     volumes = tuple(Volume(v.id, v.tier, v.capacity_bytes, v.used_bytes, v.free_bytes) for v in node.volumes)
     counters = Counters(*(getattr(node.counters, name) for name in Counters._fields))
-    age, draining = node.heartbeat_age_s, node.draining
     return Node(
-        node.id, node.endpoint, node.http, node.live, age, volumes, counters, node.blocks, draining, node.version
+        node.id,
+        node.endpoint,
+        node.http,
+        node.live,
+        node.heartbeat_age_s,
+        volumes,
+        counters,
+        node.blocks,
+        node.draining,
+        node.version,
+        tuple(map(_tier, node.tiers)),
     )
+
+
+def _tier(tier: m.TierCounters) -> TierCounters:
+    numbers = {name: getattr(tier, name) for name in TierCounters._fields if name != "unlinked"}
+    return TierCounters(**numbers, unlinked=tuple(Unlinked(u.reason, u.files, u.bytes) for u in tier.unlinked))
 
 
 def statfs(reply: m.StatfsReply) -> Statfs:

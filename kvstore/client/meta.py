@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from kvstore.client import messages as msg
 from kvstore.client.deadline import Deadline, seconds
+from kvstore.client.policies import AsyncPolicies, Policies
 from kvstore.core import retry
 from kvstore.core.errors import KvError, NotFound, Stale, Timeout, Unavailable
 from kvstore.core.limits import MAX_BATCH, METADATA_TIMEOUT_S
@@ -41,11 +42,12 @@ Events = list[msg.Event]
 
 
 class AsyncMeta:
-    """For asyncio. `session` is the 64 random bits that own what this client publishes."""
+    """For asyncio. `session` is the 64 random bits that own what this client publishes. `policies`: quota, TTL, pin."""
 
     def __init__(self, link: AsyncFailover, session: int) -> None:
         self._link, self._session = link, session
         self._numbers = _Numbers()
+        self.policies = AsyncPolicies(link)
 
     async def lookup(self, paths: Sequence[str], *, base: int = 0, timeout_s: float = _DEFAULT_S) -> Rows:
         """Per path its entry with live replicas, or NotFound, NotDirectory …"""
@@ -174,6 +176,7 @@ class Meta:
     def __init__(self, link: Failover, session: int) -> None:
         self._link, self._session = link, session
         self._numbers = _Numbers()
+        self.policies = Policies(link)
 
     def lookup(self, paths: Sequence[str], *, base: int = 0, timeout_s: float = _DEFAULT_S) -> Rows:
         deadline = Deadline(timeout_s)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, suppress
+from typing import NamedTuple
 
 from kvstore.client.cluster import MAX_TRIES, AsyncCluster, Cluster, candidates, in_order, pick
 from kvstore.client.deadline import Deadline
@@ -22,7 +23,32 @@ from kvstore.core.limits import fetch_timeout_s
 from kvstore.core.placement import Candidate
 from kvstore.core.types import Address, Replica
 from kvstore.pb import worker_pb2 as w
+from kvstore.rpc import methods
 from kvstore.rpc.entries import address_from_pb, address_to_pb
+
+
+class Described(NamedTuple):
+    """What a worker knows of a block that it has."""
+
+    node: str
+    tier: str
+    heat: float
+    """Touches just now that it is worth: 1 after the first, halved with each turnover of the worker."""
+    idle_s: float
+    """Since its last use there."""
+    expires_s: float | None
+    """From now, unless it is used; None: it has no TTL."""
+    pinned: bool
+    """And the pin holds there."""
+
+
+def described(replica: Replica, reply: w.DescribeReply) -> list[Described]:
+    return [
+        Described(replica.node, b.tier, b.heat, b.idle_s, b.expires_s if b.expires_s >= 0 else None, b.pinned)
+        for b in reply.blocks
+        if b.here
+    ]
+
 
 Frames = Callable[[], Iterable[bytes]]
 """Makes the frames of a block anew for every attempt."""
@@ -90,6 +116,17 @@ class AsyncRemote:
                 error = failed
         raise error
 
+    async def describe(self, address: Address, replicas: Sequence[Replica], *, timeout_s: float) -> list[Described]:
+        """What each worker with a replica knows of the block; one that cannot be asked is left out."""
+        deadline, request = Deadline(timeout_s), w.DescribeRequest(addresses=[address_to_pb(address)])
+        found: list[Described] = []
+        for replica in in_order(replicas, self._cluster.breakers.closed, 0):
+            with suppress(KvError), self._cluster.call(replica.endpoint, deadline.left_s):
+                link = self._cluster.link(replica.endpoint)
+                reply = await link.call(methods.WORKER_DESCRIBE, request, deadline.left_s)
+                found += described(replica, reply)
+        return found
+
     async def _load_from(self, endpoint: str, request: w.ReadRequest, sink: Sink, timeout_s: float) -> None:
         async with aclosing(self._cluster.link(endpoint).read_frames(request, timeout_s)) as frames:
             async for frame in frames:
@@ -131,6 +168,15 @@ class Remote:
             except (*ELSEWHERE, NotFound) as failed:
                 error = failed
         raise error
+
+    def describe(self, address: Address, replicas: Sequence[Replica], *, timeout_s: float) -> list[Described]:
+        deadline, request = Deadline(timeout_s), w.DescribeRequest(addresses=[address_to_pb(address)])
+        found: list[Described] = []
+        for replica in in_order(replicas, self._cluster.breakers.closed, 0):
+            with suppress(KvError), self._cluster.call(replica.endpoint, deadline.left_s):
+                reply = self._cluster.link(replica.endpoint).call(methods.WORKER_DESCRIBE, request, deadline.left_s)
+                found += described(replica, reply)
+        return found
 
     def _load_from(self, endpoint: str, request: w.ReadRequest, sink: Sink, timeout_s: float) -> None:
         with closing(self._cluster.link(endpoint).read_frames(request, timeout_s)) as frames:

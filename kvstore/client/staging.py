@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvstore.core.errors import InvalidRequest, KvError
-from kvstore.core.limits import MAX_FDS_PER_MESSAGE
+from kvstore.core.limits import MAX_FDS_PER_MESSAGE, MIB
 from kvstore.core.types import Address, Entry
+
+FULL_MARGIN_BYTES: Final = 1 * MIB
 
 
 class Staging:
@@ -76,6 +78,13 @@ def sealable(staging: Staging, size_bytes: int) -> int:
             "an empty file has no block" if size_bytes <= 0 else "this staging file was sealed or aborted"
         )
     return staging.kept_fd
+
+
+def room_to_ask(size_bytes: int) -> int:
+    """Bytes to reserve for a file of so many whose disk turned out to be full. More than it has already, as only then
+    its worker looks at the disk; and a file system needs some for itself.
+    """
+    return size_bytes + FULL_MARGIN_BYTES
 
 
 def empty_fd() -> int:

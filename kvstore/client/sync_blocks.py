@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol, TypeVar
 
 from kvstore.client import files, sockets
 from kvstore.client.blocks import ABANDON_TIMEOUT_S
@@ -16,14 +17,15 @@ from kvstore.client.deadline import Deadline
 from kvstore.client.local import LocalWorker
 from kvstore.client.remote import Remote
 from kvstore.client.sockets import SealedBlock
-from kvstore.client.staging import Loaded, Staging, Wish, block_of, empty_fd, in_parts, sealable
+from kvstore.client.staging import Loaded, Staging, Wish, block_of, empty_fd, in_parts, room_to_ask, sealable
 from kvstore.client.threads import Threads
-from kvstore.core.errors import KvError
+from kvstore.core.errors import KvError, NoSpace
 from kvstore.core.hashing import hash_block
 from kvstore.core.limits import METADATA_TIMEOUT_S, fetch_timeout_s, store_timeout_s
 from kvstore.core.types import Entry
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Blocks(Protocol):
@@ -33,6 +35,8 @@ class Blocks(Protocol):
     def node(self) -> str: ...
 
     def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging: ...
+
+    def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None: ...
 
     def seal(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> SealedBlock: ...
 
@@ -62,6 +66,9 @@ class LocalBlocks:
         staged = self._worker.stage(size_hint, timeout_s=timeout_s)
         return Staging(self, staged.fd, handle=staged.staging)
 
+    def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
+        self._worker.reserve(staging.handle, size_bytes, timeout_s=timeout_s)
+
     def seal(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> SealedBlock:
         staging.close()
         return self._worker.seal(staging.handle, size_bytes, timeout_s=timeout_s)
@@ -82,7 +89,9 @@ class LocalBlocks:
         deadline = Deadline.of(timeout_s, store_timeout_s(len(view)))
         staging = self.stage(len(view), timeout_s=deadline.left_s)
         try:
-            digest, mtime_ns = files.write_and_close(staging.release(), view)
+            write = partial(files.write_hashed, staging.fd, view)
+            digest, mtime_ns = with_room(self, staging, len(view), deadline, write)
+            staging.close()
             return self._worker.seal(
                 staging.handle, len(view), hash=digest, mtime_ns=mtime_ns, timeout_s=deadline.left_s
             )
@@ -127,6 +136,9 @@ class RemoteBlocks:
             os.close(kept)
             raise
 
+    def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
+        """Nothing to do: the directory's file system says NoSpace by itself, the worker at the seal."""
+
     def seal(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> SealedBlock:
         deadline = Deadline.of(timeout_s, store_timeout_s(size_bytes))
         staging.close()
@@ -166,6 +178,20 @@ class RemoteBlocks:
         except KvError as error:
             return error
         return bytes(target) if view is None else b""
+
+
+def with_room(blocks: Blocks, staging: Staging, size_bytes: int, deadline: Deadline, write: Callable[[], T]) -> T:
+    """See `blocks.with_room`."""
+    try:
+        return write()
+    except NoSpace as full:
+        try:
+            blocks.reserve(staging, room_to_ask(size_bytes), timeout_s=deadline.left_s)
+        except NoSpace:
+            raise
+        except KvError:
+            raise full from None
+    return write()
 
 
 def abandon(blocks: Blocks, staging: Staging) -> None:

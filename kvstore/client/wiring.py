@@ -46,7 +46,8 @@ def new_session() -> int:
 class AsyncParts:
     """For one event loop.
 
-    Attributes: `target`, `session`, `meta`, `cluster`, `blocks`, `worker` (None without a socket), `runtime`.
+    Attributes: `target`, `session`, `meta`, `cluster`, `remote`, `blocks`, `worker` (None without a
+    socket), `runtime`.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class AsyncParts:
         self._link = AsyncFailover(target.endpoints, self._caller)
         self.meta = AsyncMeta(self._link, self.session)
         self.cluster = AsyncCluster(self.meta, self._caller)
+        self.remote = AsyncRemote(self.cluster, self.session)
         self.worker = AsyncLocalWorker(socket_path, self.session, on_hello=self._met) if socket_path else None
         self.blocks = self._blocks(staging_dir)
         self._starting: AsyncFlight[None] = AsyncFlight()
@@ -96,7 +98,7 @@ class AsyncParts:
             self.runtime.close()
 
     def _blocks(self, staging_dir: str | None) -> AsyncBlocks:
-        remote = AsyncRemoteBlocks(AsyncRemote(self.cluster, self.session), self.runtime, staging_dir)
+        remote = AsyncRemoteBlocks(self.remote, self.runtime, staging_dir)
         if self.worker is None:
             return remote
         local = AsyncLocalBlocks(self.worker, self.runtime)
@@ -144,6 +146,7 @@ class Parts:
         self.threads = Threads()
         self.meta = Meta(self._link, self.session)
         self.cluster = Cluster(self.meta, self._caller)
+        self.remote = Remote(self.cluster, self.session)
         self.worker = LocalWorker(socket_path, self.session, on_hello=self._met) if socket_path else None
         self.blocks = self._blocks(staging_dir)
         self._starting: Flight[None] = Flight()
@@ -168,7 +171,7 @@ class Parts:
         self.threads.close()
 
     def _blocks(self, staging_dir: str | None) -> Blocks:
-        remote = RemoteBlocks(Remote(self.cluster, self.session), self.threads, staging_dir)
+        remote = RemoteBlocks(self.remote, self.threads, staging_dir)
         if self.worker is None:
             return remote
         return EitherBlocks(LocalBlocks(self.worker, self.threads), remote, self.worker.path, self.cluster.breakers)

@@ -27,6 +27,8 @@ def from_text(text: str, hint: Any, name: str) -> object:
         return _bool(text, name)
     if wanted is int:
         return _int(text, name)
+    if wanted is float:
+        return _float(text, name)
     if typing.get_origin(wanted) is list:
         return _list(text, wanted, name)
     return text
@@ -44,6 +46,13 @@ def _int(text: str, name: str) -> int:
         return int(text)
     except ValueError:
         raise InvalidRequest(f"{name}: {text!r} is not a whole number") from None
+
+
+def _float(text: str, name: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidRequest(f"{name}: {text!r} is not a number") from None
 
 
 def _list(text: str, hint: Any, name: str) -> list[Any]:

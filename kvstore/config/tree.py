@@ -51,6 +51,7 @@ RequiredPath = Annotated[str, Kind.REQUIRED_PATH]
 SocketPath = Annotated[str, Kind.SOCKET]
 StorePath = Annotated[str, Kind.STORE_PATH]
 Share = Annotated[float, Meta(gt=0, le=1)]
+ShareOrNone = Annotated[float, Meta(ge=0, le=1)]
 AtLeastOne = Annotated[int, Meta(ge=1)]
 OwnerId = Annotated[int, Meta(ge=0, le=(1 << 32) - 2)]
 """A user's or group's number; 2³² − 1 is (uid_t) −1, "leave it alone" in chown(2)."""
@@ -132,6 +133,7 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     full_report: PositiveDuration = "10m"
     move_rate: PositiveSize = "512MiB"
     moves_at_a_time: AtLeastOne = 2
+    pin_share: ShareOrNone = 0.5
     volumes: list[VolumeConfig] = field(default_factory=list)
 
     @property

@@ -16,6 +16,9 @@ GAP_S: Final = 0.25
 """A longer pause ends a burst. LMCache opens chunk after chunk within milliseconds."""
 MAX_BURST_S: Final = 5.0
 """A client that never pauses begins a new burst all the same, or it would be scored at an old clock for ever."""
+MAX_BURST_CLOCK: Final = 1.0
+"""Half-lives. Nor does one that brings as much as the worker holds while it lasts: what it brought last is not as old
+as what it brought first."""
 STEP: Final = 2.0**-20
 """Of a half-life, for each position in a burst."""
 
@@ -26,8 +29,9 @@ class _Burst:
     def __init__(self, clock: float, now_s: float) -> None:
         self.clock, self.start_s, self.last_s, self.position = clock, now_s, now_s, 0
 
-    def is_over(self, now_s: float) -> bool:
-        return now_s - self.last_s > GAP_S or now_s - self.start_s > MAX_BURST_S
+    def is_over(self, now_s: float, clock: float) -> bool:
+        paused = now_s - self.last_s > GAP_S
+        return paused or now_s - self.start_s > MAX_BURST_S or clock - self.clock > MAX_BURST_CLOCK
 
 
 class Bursts(Generic[C]):
@@ -43,7 +47,7 @@ class Bursts(Generic[C]):
         """The clock at which a touch by this client is to be scored."""
         self._forget(now_s)
         burst = self._running.get(client)
-        if burst is None or burst.is_over(now_s):
+        if burst is None or burst.is_over(now_s, clock):
             burst = self._running[client] = _Burst(clock, now_s)
         else:
             burst.position += 1

@@ -46,6 +46,12 @@ class TooLarge(InvalidRequest):
     code, errno, reason = 18, _errno.EFBIG, "too_large"
 
 
+class OtherPolicy(InvalidRequest):
+    """What holds for a directory's blocks would change by its rename: copy it instead, as mv(1) does at EXDEV."""
+
+    code, errno, reason = 19, _errno.EXDEV, "other_policy"
+
+
 class NotFound(KvError):
     """A miss. ``reason`` says why: no_name, no_replica, corrupt, timeout, unavailable, stale."""
 

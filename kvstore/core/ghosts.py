@@ -51,6 +51,14 @@ class Ghosts:
         """Those evicted longest ago first: adding them in this order to another one makes a copy."""
         return iter(self._ghosts.items())
 
+    def contents(self) -> list[Content]:
+        """Those evicted longest ago first, to go through while they change. No pairs: a million new tuples take a
+        second with garbage collection."""
+        return list(self._ghosts)
+
+    def heat_of(self, content: Content) -> Heat | None:
+        return self._ghosts.get(content)
+
     @property
     def size_bytes(self) -> int:
         return sum(self._bytes.values())

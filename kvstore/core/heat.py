@@ -116,6 +116,13 @@ class Ranking(Generic[K]):
         else:
             self._sink(index, last)
 
+    def lowest(self) -> float | None:
+        """The lowest score; None when nothing is here. Any thread may ask."""
+        try:
+            return self._heap[0][0]
+        except IndexError:
+            return None
+
     def coldest(self) -> Iterator[tuple[K, float]]:
         """(id, score) from the lowest score up; the first n cost O(n log n). Not to be changed while it is iterated."""
         heap = self._heap

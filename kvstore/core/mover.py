@@ -105,6 +105,15 @@ def plan(
     return Plan(planner.evictions, planner.moves)
 
 
+def shed(tiers: Sequence[Tier], coldest: Coldest[K], volume: int, need_bytes: int, max_move_bytes: int) -> Plan[K]:
+    """What makes room for somebody who waits on one volume: its coldest blocks go to the next tier, which evicts for
+    them if it is the last one. A volume of the last tier itself evicts. Bounded like `plan`.
+    """
+    planner = _Planner([tier for tier in tiers if tier.spaces], coldest, max_move_bytes)
+    planner.shed(volume, need_bytes)
+    return Plan(planner.evictions, planner.moves)
+
+
 def place_fetched(tiers: Sequence[Tier], coldest: Coldest[K], size_bytes: int, score: float) -> int | None:
     """The volume for a block from a peer: the fastest tier if only colder blocks have to go for it, else the next one
     with room (the last one takes whatever fits). None when no tier has room as it is: evict first.
@@ -175,6 +184,13 @@ class _Planner(Generic[K]):
                 staying = self._used[space.volume] - space.leaving_bytes
                 if staying > space.high_bytes:
                     self._shed(level, space, staying - space.low_bytes)
+
+    def shed(self, volume: int, need_bytes: int) -> None:
+        """Make room on one volume, if it is in service."""
+        for level, tier in enumerate(self._tiers):
+            for space in tier.spaces:
+                if space.volume == volume:
+                    self._shed(level, space, need_bytes)
 
     def promote(self, candidates: Sequence[Candidate[K]]) -> None:
         """The hottest first: where one is refused, a colder one that is no smaller would be too."""

@@ -22,6 +22,7 @@ from kvstore.fuse.sealed import SealedFiles
 from kvstore.fuse.space import Space
 from kvstore.fuse.staging import StagingArea
 from kvstore.fuse.tree import Tree
+from kvstore.fuse.xattrs import ExtendedAttributes
 from kvstore.runtime import Runtime
 
 
@@ -44,7 +45,8 @@ def build(
     changes = Changes(tree, local, sealed, files, publisher, saved, runtime)
     attributes = Attributes(Owner(mount.uid, mount.gid, mount.umask_bits))
     space, patterns = Space(master, facts.root.inode, runtime), TempPatterns(mount.temp_patterns)
-    return Parts(numbers, tree, local, sealed, files, changes, space, patterns, attributes, saved, area)
+    xattrs = ExtendedAttributes(tree, master, client)
+    return Parts(numbers, tree, local, sealed, files, changes, space, patterns, attributes, saved, area, xattrs)
 
 
 def new_saved(keeper: Keeper | None) -> Saved:

@@ -23,6 +23,7 @@ from kvstore.client.messages import (
     whole,
 )
 from kvstore.client.meta import AsyncMeta
+from kvstore.client.policies import Holding
 from kvstore.core.errors import KvError, Timeout, Unavailable
 from kvstore.core.limits import MOUNT_METADATA_TIMEOUT_S
 from kvstore.core.types import Entry
@@ -103,6 +104,10 @@ class Master:
 
     async def statfs(self, base: int) -> Statfs:
         return await self._ask(lambda t: self._meta.statfs(base=base, timeout_s=t))
+
+    async def policies(self, inode: int) -> Holding:
+        """Quota, TTL and pin that hold for an entry."""
+        return await self._ask(lambda t: self._meta.policies.of("", base=inode, timeout_s=t))
 
     async def close(self) -> None:
         if self._ping is not None:

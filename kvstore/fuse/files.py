@@ -150,13 +150,15 @@ class Files:
         file = handle.file
         if not handle.writes or isinstance(file, SealedFile):
             return
-        if file.temporary:
+        try:
+            if not file.temporary:
+                await self._publisher.flush(file)
+                return
             await self._area.hash(file)
             if file.key is not None:  # no-op when it was renamed meanwhile
                 self._local.temps.flushed(file.key, file)
-            self._saved.touch(file)
-        else:
-            await self._publisher.flush(file)
+        finally:
+            self._saved.touch(file)  # also that it failed
 
     async def sync(self, number: int) -> None:
         file = self.handles.get(number).file

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
 from typing import NoReturn
 
 import pyfuse3
@@ -15,7 +14,7 @@ def refuse(code: int) -> NoReturn:
 
 
 class NotOffered(pyfuse3.Operations):
-    """Links and attributes of the user's own."""
+    """Links, and setting extended attributes."""
 
     async def readlink(self, inode: InodeT, ctx: RequestContext) -> FileNameT:
         refuse(errno.EINVAL)
@@ -30,15 +29,8 @@ class NotOffered(pyfuse3.Operations):
     ) -> EntryAttributes:
         refuse(errno.EPERM)
 
-    async def getxattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> bytes:
-        """ENODATA, never ENOSYS: the kernel would not ask again for the life of the mount."""
-        refuse(errno.ENODATA)
-
     async def setxattr(self, inode: InodeT, name: XAttrNameT, value: bytes, ctx: RequestContext) -> None:
         refuse(errno.ENOTSUP)
-
-    async def listxattr(self, inode: InodeT, ctx: RequestContext) -> Sequence[XAttrNameT]:
-        return ()
 
     async def removexattr(self, inode: InodeT, name: XAttrNameT, ctx: RequestContext) -> None:
         refuse(errno.ENODATA)

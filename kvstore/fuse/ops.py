@@ -41,13 +41,14 @@ from kvstore.fuse.listing import Listing
 from kvstore.fuse.local import LocalFiles
 from kvstore.fuse.localfile import Key, LocalFile
 from kvstore.fuse.names import TempPatterns
-from kvstore.fuse.notoffered import NotOffered, refuse
+from kvstore.fuse.notoffered import refuse
 from kvstore.fuse.repeats import Repeats
 from kvstore.fuse.saved import ListingRecord, Saved
 from kvstore.fuse.sealed import SealedFiles
 from kvstore.fuse.space import Space
 from kvstore.fuse.staging import StagingArea
 from kvstore.fuse.tree import AWAY, Tree
+from kvstore.fuse.xattrs import ExtendedAttributes, XattrHandlers
 from kvstore.keeper.channel import PASSTHROUGH_BIT
 
 _RENAME_FLAGS: Final = int(pyfuse3.RENAME_NOREPLACE)
@@ -68,10 +69,11 @@ class Parts(NamedTuple):
     attributes: Attributes
     saved: Saved
     area: StagingArea
+    xattrs: ExtendedAttributes
 
 
 @guarded_operations
-class Operations(NotOffered):
+class Operations(XattrHandlers):
     """The handlers of one mount. `counts`: how often each ended in which way."""
 
     supports_dot_lookup = False
@@ -88,7 +90,7 @@ class Operations(NotOffered):
             parts.space,
             parts.patterns,
         )
-        self._attributes, self._saved = parts.attributes, parts.saved
+        self._attributes, self._saved, self._xattrs = parts.attributes, parts.saved, parts.xattrs
         self.directories: HandleTable[Listing] = HandleTable()
 
     def commit(self) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 from kvstore.client.blocks import AsyncBlocks
 from kvstore.client.files import reopened
 from kvstore.client.local import AsyncLocalWorker
-from kvstore.core.errors import KvError
+from kvstore.core.errors import KvError, from_wire
 from kvstore.fuse.attached import TakeOver
 from kvstore.fuse.files import Handle
 from kvstore.fuse.handles import DIRECTORY_BIT, MAX_HANDLE
@@ -89,6 +89,7 @@ def _file(record: FileRecord, kept_fd: int, blocks: AsyncBlocks) -> LocalFile:
     file.sealed, file.hashed, file.entry, file.published = (
         record.sealed, record.hashed, record.entry, record.published
     )  # fmt: skip
+    file.failed = from_wire(*record.failed) if record.failed else None
     file.changes = 1 if record.dirty else 0
     if file.hashed is not None:
         file.hashed = file.hashed._replace(changes=file.changes)

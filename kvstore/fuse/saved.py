@@ -65,6 +65,8 @@ class FileRecord(msgspec.Struct, array_like=True, frozen=True):
     seen: tuple[int, int] | None
     state: State
     process: int = 0
+    failed: tuple[int, str] | None = None
+    """Code and message of the error that all who want to publish it get."""
 
 
 class HandleRecord(msgspec.Struct, array_like=True, frozen=True):
@@ -248,7 +250,7 @@ def record_of(file: LocalFile, state: State) -> FileRecord:
         file.size_bytes, -1 if file.staged is None else file.staged.handle, file.reserved_bytes, file.sealed,
         file.hashed, file.entry, file.published, file.is_dirty, file.keep_mtime, file.temp_key, file.looked_up,
         file.expected_opens, file.mapped, file.seen, State("closed", 0.0) if file.renaming else state,
-        file.process,
+        file.process, (file.failed.code, file.failed.message) if file.failed else None,
     )  # fmt: skip
 
 

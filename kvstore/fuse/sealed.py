@@ -4,19 +4,23 @@ for a disk.
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import logging
 import mmap
 import os
 from dataclasses import dataclass
 from typing import Final
 
 from kvstore.client.blocks import AsyncBlocks
-from kvstore.core.errors import Corrupt
+from kvstore.core.errors import Corrupt, KvError
 from kvstore.core.limits import MIB
 from kvstore.core.types import Entry
 from kvstore.fuse.threads import on_fd
 from kvstore.pagecache import Residency
 from kvstore.runtime import Runtime
+
+log = logging.getLogger(__name__)
 
 MAX_READ_BYTES: Final = 1 * MIB
 """The kernel asks for no more at a time (max_pages 256)."""
@@ -55,6 +59,8 @@ class SealedFiles:
     def __init__(self, blocks: AsyncBlocks, runtime: Runtime) -> None:
         self._blocks, self._runtime = blocks, runtime
         self._open: dict[int, SealedFile] = {}
+        self._used: list[Entry] = []
+        self._telling: asyncio.Task[None] | None = None
         self._residency = Residency()
         self._buffer = memoryview(bytearray(MAX_READ_BYTES))
 
@@ -68,6 +74,8 @@ class SealedFiles:
             fd = await self.open_fd(entry)
             file = self.restore(entry)
             _settle(file, fd)
+        else:
+            self._touch(entry)
         file.handles += 1
         return file
 
@@ -88,6 +96,23 @@ class SealedFiles:
             if file.fd >= 0:
                 os.close(file.fd)
                 file.fd = -1
+
+    def _touch(self, entry: Entry) -> None:
+        """It was opened by the fd that is here: its worker is told, and nobody waits for that."""
+        self._used.append(entry)
+        if self._telling is None:
+            self._telling = asyncio.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        try:
+            while self._used:
+                used, self._used = self._used, []
+                await self._blocks.touch(used)
+        except KvError as error:
+            log.debug("the worker was not told of opened files: %s", error.message)
+        finally:
+            self._used.clear()
+            self._telling = None
 
     async def read(self, file: SealedFile, offset: int, size_bytes: int) -> bytes | memoryview:
         """What lies in memory is a slice of the map, which the kernel copies itself (2,500 MB/s; with a buffer in

@@ -9,24 +9,27 @@ what it did, every flush hashes anew, and while somebody still has the file open
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import logging
 import os
 from collections.abc import Awaitable, Callable
-from typing import Final, TypeVar
+from typing import Final, NoReturn, TypeVar
 
 from kvstore.client.blocks import AsyncBlocks
 from kvstore.client.files import reopened
 from kvstore.client.sockets import SealedBlock
-from kvstore.client.staging import Staging
+from kvstore.client.staging import Staging, room_to_ask
 from kvstore.core.errors import KvError, NoSpace, NotFound, Stale, Timeout, TooLarge, Unavailable
 from kvstore.core.hashing import BlockHasher
-from kvstore.core.limits import GIB, KIB, MIB
-from kvstore.filehash import hash_file
+from kvstore.core.limits import KIB, MIB
+from kvstore.filecut import cut, is_cut
 from kvstore.fuse.backing import PLAIN, Backing
+from kvstore.fuse.filebytes import check_whole, copied, empty, hash_of, write_all
 from kvstore.fuse.localfile import Hashed, LocalFile
 from kvstore.fuse.spares import Spares
 from kvstore.fuse.threads import on_fd
+from kvstore.fuse.usual import UsualSizes
 from kvstore.runtime import Runtime
 
 log = logging.getLogger(__name__)
@@ -50,7 +53,6 @@ that nobody else waits for it.
 """
 TIGHT_FOR_S: Final = 10.0
 """After a reservation that was too much for the disk, so long only what is needed is asked for."""
-_COPY_BYTES: Final = 1 * GIB
 T = TypeVar("T")
 
 
@@ -63,8 +65,7 @@ class StagingArea:
         """By `LocalFile.id`: reservations that nobody waits for."""
         self.spares = Spares(blocks, runtime)
         self._threads_until_s = self._tight_until_s = 0.0
-        self._usual_bytes = FIRST_RESERVATION_BYTES
-        """What a file of this mount measured last: so much is reserved for the next one."""
+        self._usual = UsualSizes(FIRST_RESERVATION_BYTES)
 
     async def begin(self, file: LocalFile, *, truncate: bool) -> None:
         """Passthrough: it has a staging file with its bytes, which the kernel may write from here on.
@@ -90,13 +91,12 @@ class StagingArea:
 
         The caller holds the lock.
         """
-        file.observe()
-        if file.failed is not None:
-            raise file.failed
-        if file.seen is None or file.staged is None:
-            return
         if (ahead := self._reserving.get(file.id)) is not None:
             await asyncio.wait({ahead})
+        file.observe()
+        await self._check(file)
+        if file.seen is None or file.staged is None:
+            return
         if file.reserved_bytes - SPARED_BYTES <= file.size_bytes <= file.reserved_bytes:
             return
         try:
@@ -107,35 +107,78 @@ class StagingArea:
         except (NotFound, Stale, Timeout, Unavailable) as error:
             log.debug("nothing reserved: %s", error.message)  # nor is it where it was: the seal has the last word
         except (TooLarge, NoSpace) as error:
-            empty(file.fd)
-            file.changed(0, self._runtime.wall_ns())
-            await self._abandon(file)  # at once: it counts with all that was written
-            file.failed = error
-            raise
+            await self._fail(file, error)  # at once: it counts with all that was written
+
+    async def _check(self, file: LocalFile) -> None:
+        """Raises NoSpace or TooLarge for a file that grew too far, also when its worker found that out and cut it: then
+        its size may be anything, as whoever writes it goes on behind the hole.
+        """
+        if file.failed is not None:
+            raise file.failed
+        if file.block_fd >= 0 and is_cut(file.block_fd):
+            await self._fail(file, await self._why_cut(file))
+
+    async def _why_cut(self, file: LocalFile) -> NoSpace | TooLarge:
+        """Its worker's own words, if it can be asked."""
+        try:
+            if file.staged is not None:
+                await self._blocks.reserve(file.staged, file.reserved_bytes, evict=False)
+            check_whole(file.block_fd)
+        except (NoSpace, TooLarge) as error:
+            return error
+        except KvError as error:
+            log.debug("a file was cut, and its worker does not say why: %s", error.message)
+        return NoSpace("the file grew beyond the room that its worker has, and was emptied")
+
+    async def _fail(self, file: LocalFile, error: NoSpace | TooLarge) -> NoReturn:
+        """Its bytes go. Marked as cut, it cannot be published by a successor of this process either."""
+        file.changed(0, self._runtime.wall_ns())
+        file.failed = error
+        if file.staged is not None:
+            with contextlib.suppress(PermissionError):  # the worker's files are another user's
+                cut(file.staged.fd)
+            empty(file.staged.fd)
+        await self._abandon(file)
+        raise error
 
     async def write(self, file: LocalFile, offset: int, data: bytes) -> int:
         """Write all of `data`. Raises TooLarge, NoSpace."""
         end = offset + len(data)
         async with file.lock:
+            if file.failed is not None:
+                raise file.failed
             fd = await self._make_writable(file, file.size_bytes, end)
             # Bytes that come in order are hashed while the processor's cache has them: at the flush it would be another
             # pass.
             hasher, file.hasher = file.hasher if offset == file.size_bytes else None, None
             file.changed(max(file.size_bytes, end), self._runtime.wall_ns())
-            start_s = self._runtime.monotonic_s()
-            if len(data) <= SMALL_WRITE_BYTES or start_s >= self._threads_until_s:
-                write_all(fd, offset, data, hasher)
-                if (end_s := self._runtime.monotonic_s()) - start_s > SLOW_WRITE_S:
-                    self._threads_until_s = end_s + THREADS_FOR_S
-            else:
-                await on_fd(self._runtime, fd, write_all, offset, data, hasher)
+            try:
+                await self._write(fd, offset, data, hasher)
+            except OSError as error:
+                if error.errno != errno.ENOSPC or file.staged is None:
+                    raise
+                # Others have filled the disk, and the worker does not know yet: it looks, and makes room, once.
+                await self._blocks.reserve(file.staged, room_to_ask(file.size_bytes))
+                file.reserved_bytes = room_to_ask(file.size_bytes)
+                await self._write(fd, offset, data, hasher)
             file.hasher = hasher
         return len(data)
+
+    async def _write(self, fd: int, offset: int, data: bytes, hasher: BlockHasher | None) -> None:
+        start_s = self._runtime.monotonic_s()
+        if len(data) > SMALL_WRITE_BYTES and start_s < self._threads_until_s:
+            await on_fd(self._runtime, fd, write_all, offset, data, hasher)
+            return
+        write_all(fd, offset, data, hasher)
+        if (end_s := self._runtime.monotonic_s()) - start_s > SLOW_WRITE_S:
+            self._threads_until_s = end_s + THREADS_FOR_S
 
     async def truncate(self, file: LocalFile, size_bytes: int) -> None:
         """Make it exactly so long; what is added is zeros."""
         async with file.lock:
             file.observe()
+            if file.failed is not None and size_bytes:
+                raise file.failed  # emptied, it may begin anew
             if size_bytes == 0 and file.staged is None:
                 file.set_block(-1)
             else:
@@ -157,15 +200,17 @@ class StagingArea:
         async with source.lock, target.lock:
             source.observe()
             fd = await self._make_writable(target, 0, source.size_bytes)
-            await on_fd(self._runtime, source.fd, copy_start, fd, source.size_bytes)
+            await copied(self._runtime, source.fd, fd, source.size_bytes)
             target.hasher = None
             target.changed(source.size_bytes, self._runtime.wall_ns())
 
     async def sync(self, file: LocalFile) -> None:
         """Put the staging file's bytes on the disk."""
         async with file.lock:
+            await self._check(file)
             if file.staged is not None:
                 await on_fd(self._runtime, file.fd, os.fdatasync)
+                await self._check(file)
 
     async def hash(self, file: LocalFile) -> None:
         """Hash it now, so that a rename need not."""
@@ -196,14 +241,22 @@ class StagingArea:
                 await self._abandon(file)
             return None
         if file.sealed is None:
-            seal = self._seal_copy if file.seen is not None and file.writers else self._seal
             try:
-                file.sealed = await seal(file)
-            except (NotFound, Stale, Timeout, Unavailable) as error:
-                # The worker restarted, or went, and took the staging file along: the bytes are still behind our fd.
-                log.warning("staging file lost (%s); its bytes are staged again", error.message)
-                file.sealed = await self._seal_elsewhere(file)
+                file.sealed = await self._seal_somewhere(file)
+            except (NoSpace, TooLarge) as error:
+                if file.block_fd >= 0 and is_cut(file.block_fd):  # since the check; else it may be tried again
+                    await self._fail(file, error)
+                raise
         return file.sealed
+
+    async def _seal_somewhere(self, file: LocalFile) -> SealedBlock:
+        seal = self._seal_copy if file.seen is not None and file.writers else self._seal
+        try:
+            return await seal(file)
+        except (NotFound, Stale, Timeout, Unavailable) as error:
+            # The worker restarted, or went, and took the staging file along: the bytes are still behind our fd.
+            log.warning("staging file lost (%s); its bytes are staged again", error.message)
+            return await self._seal_elsewhere(file)
 
     async def drop(self, file: LocalFile) -> None:
         """Nobody needs its bytes any more."""
@@ -266,7 +319,7 @@ class StagingArea:
             room, staged = await self._reserve(0, max(keep_bytes, size_bytes), self._blocks.stage)
         try:
             if keep_bytes:
-                await on_fd(self._runtime, file.block_fd, copy_start, staged.fd, keep_bytes)
+                await copied(self._runtime, file.block_fd, staged.fd, keep_bytes)
             file.set_block(reopened(staged.fd, os.O_RDONLY))
         except BaseException:
             await self._abort(staged)
@@ -280,9 +333,9 @@ class StagingArea:
         task.add_done_callback(lambda _: self._reserving.pop(file.id, None))
 
     async def _try_to_reserve(self, file: LocalFile, staged: Staging | None) -> None:
-        if staged is None or file.reserved_bytes >= self._usual_bytes:
+        room = self._usual.of(_directory(file))
+        if staged is None or file.reserved_bytes >= room:
             return
-        room = self._usual_bytes
         try:
             await self._blocks.reserve(staged, room, evict=False)
         except KvError as error:
@@ -297,7 +350,7 @@ class StagingArea:
             if file.hasher is not None and file.hasher.length_bytes == size:
                 digest = file.hasher.digest()
             else:
-                digest = await _hash_of(self._runtime, file.fd, size)
+                digest = await hash_of(self._runtime, file.fd, size)
             file.hashed = Hashed(changes, size, mtime_ns, digest)
         return file.hashed
 
@@ -309,7 +362,7 @@ class StagingArea:
         hashed = None if file.mapped else await self._hash(file)
         staged, file.staged, file.reserved_bytes, file.seen = file.staged, None, 0, None
         file.fixed = self.backing.passthrough and file.handles > 0
-        self._usual_bytes = file.size_bytes
+        self._usual.add(_directory(file), file.size_bytes)
         try:
             if hashed is None:
                 return await self._blocks.seal(staged, file.size_bytes)
@@ -328,54 +381,14 @@ class StagingArea:
             return await self._seal(file)
         copy = await self._blocks.stage(file.size_bytes)
         try:
-            await on_fd(self._runtime, file.block_fd, copy_start, copy.fd, file.size_bytes)
+            await copied(self._runtime, file.block_fd, copy.fd, file.size_bytes)
             return await self._blocks.seal(copy, file.size_bytes)
         except BaseException:
             await self._abort(copy)
             raise
 
 
-async def _hash_of(runtime: Runtime, fd: int, size_bytes: int) -> int:
-    """On a duplicate that lives as long as the threads do, whoever gives up waiting."""
-    own = os.dup(fd)
-    hashing = asyncio.ensure_future(hash_file(runtime, own, size_bytes))
-    hashing.add_done_callback(lambda _: os.close(own))
-    return await asyncio.shield(hashing)
-
-
-def empty(fd: int) -> None:
-    """Truncate it to 0, unless it is empty: what is written to a file that was truncated at 0, ext4 puts on the disk as
-    soon as the file is closed, and the next sync of anybody's log waits for that (14 MiB: 3 ms, 32 MiB: 10 ms).
-    """
-    if os.fstat(fd).st_size:
-        os.ftruncate(fd, 0)
-
-
-def write_all(fd: int, offset: int, data: bytes, hasher: BlockHasher | None) -> None:
-    written = os.pwrite(fd, data, offset)
-    while written < len(data):
-        written += os.pwrite(fd, memoryview(data)[written:], offset + written)
-    if hasher is not None:
-        hasher.update(data)
-
-
-def copy_start(source: int, target: int, size_bytes: int) -> None:
-    """The first bytes of one file to the start of another: shared extents where the file system has them, else in the
-    kernel.
-    """
-    at = 0
-    while at < size_bytes:
-        count = _copy_some(source, target, at, min(size_bytes - at, _COPY_BYTES))
-        if count == 0:
-            raise Stale("the file is shorter than it was")
-        at += count
-
-
-def _copy_some(source: int, target: int, at: int, size_bytes: int) -> int:
-    try:
-        return os.copy_file_range(source, target, size_bytes, at, at)
-    except OSError as error:
-        if error.errno not in (errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-    os.lseek(target, at, os.SEEK_SET)
-    return os.sendfile(target, source, at, size_bytes)
+def _directory(file: LocalFile) -> int:
+    """The directory it was made in; 0 where that is not known any more."""
+    key = file.temp_key or file.key
+    return key[0] if key else 0

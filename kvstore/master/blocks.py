@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from kvstore.core.errors import Stale
 from kvstore.core.types import BlockId
-from kvstore.master import journal
+from kvstore.master import journal, policies
 from kvstore.master.change import Change
 from kvstore.master.cluster import Cluster
 from kvstore.master.db import Cf, Reader
@@ -48,16 +50,30 @@ def check_publishable(change: Change, cluster: Cluster, block: bytes) -> None:
         raise Stale(f"block {BlockId(boot, counter)} was published before or is dead; store the data again")
 
 
-def own(change: Change, block: bytes, inode: int, volume: int) -> None:
-    """Make `inode` the owner of a block that has no row yet, with its first replica."""
-    change.put(Cf.BLOCKS, block, dump(BlockRow(inode, [volume])))
+def own(change: Change, block: bytes, inode: int, volume: int, policy: int = 0, length_bytes: int = 0) -> None:
+    """Make `inode` the owner of a block that has no row yet, with its first replica. It counts for `policy`."""
+    change.put(Cf.BLOCKS, block, dump(BlockRow(inode, [volume], policy, length_bytes if policy else 0)))
     change.put(Cf.REPLICAS, replica_key(volume, block), EMPTY)
+    policies.count(change, policy, length_bytes, 1)
+
+
+def relabel(change: Change, block: bytes, length_bytes: int, policy: int) -> None:
+    """An owned block counts for this policy from here on."""
+    row = read(change, block)
+    if row is None or row.dead or row.policy == policy:
+        return
+    policies.count(change, policy, length_bytes, 1)  # first: a policy that was taken away goes with its last block
+    policies.count(change, row.policy, -row.length_bytes, -1)
+    new = msgspec.structs.replace(row, policy=policy, length_bytes=length_bytes if policy else 0)
+    change.put(Cf.BLOCKS, block, dump(new))
+    change.relabelled.append((block, row.volumes))
 
 
 def bury(change: Change, block: bytes) -> None:
     """An owned block dies: everyone who holds it gets an unlink order."""
     row = read(change, block)
     if row is not None and not row.dead:
+        policies.count(change, row.policy, -row.length_bytes, -1)
         _put_dead(change, block, row.volumes)
 
 
@@ -102,8 +118,9 @@ def _put_holders(change: Change, block: bytes, row: BlockRow, volumes: list[int]
     if row.dead:
         _put_dead(change, block, volumes)
     elif volumes:
-        change.put(Cf.BLOCKS, block, dump(BlockRow(row.inode, volumes)))
+        change.put(Cf.BLOCKS, block, dump(msgspec.structs.replace(row, volumes=volumes)))
     else:
+        policies.count(change, row.policy, -row.length_bytes, -1)
         _drop_entry(change, block, row.inode)
         _put_dead(change, block, [])
 
@@ -136,6 +153,7 @@ def _drop_entry(change: Change, block: bytes, inode: int) -> None:
     at, entry = found
     change.delete(Cf.NAMES, name_key(at.parent, at.name))
     change.delete(Cf.INODES, pack_u64(inode))
+    policies.forget(change, at.policy)
     change.counters.files -= 1
     journal.append(change, "evict", at.parent, at.name, inode, entry)
 

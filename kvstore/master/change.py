@@ -9,6 +9,7 @@ db.write(change.ops())
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -22,7 +23,10 @@ class Change:
 
     `now_ns`    wall clock of the whole change: every time it writes is this one;
     `counters`  its own copy, written with the rows;
-    `touched`   inodes of directories whose times are already `now_ns`.
+    `touched`   inodes of directories whose times are already `now_ns`;
+    `relabelled`  owned blocks that count for another policy by it, with the volumes that hold them;
+    `grown`     policy → published bytes that came under it;
+    `refused`   policy → bytes of a name for which its quota had no room, the largest.
     """
 
     def __init__(self, below: Reader, now_ns: int, limits: JournalLimits, counters: Counters) -> None:
@@ -31,6 +35,9 @@ class Change:
         self.limits = limits
         self.counters = counters
         self.touched: set[int] = set()
+        self.relabelled: list[tuple[bytes, Sequence[int]]] = []
+        self.grown: Counter[int] = Counter()
+        self.refused: Counter[int] = Counter()
         self._rows: dict[Cf, dict[bytes, bytes | None]] = {}
         self._keys: dict[Cf, list[bytes]] = {}
 
@@ -52,6 +59,8 @@ class Change:
             for key, value in rows.items():
                 below._set(cf, key, value)
         below.counters, below.touched = self.counters, self.touched
+        below.relabelled += self.relabelled
+        below.grown += self.grown
 
     def __bool__(self) -> bool:
         """Whether there is anything to write."""

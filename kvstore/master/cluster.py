@@ -20,6 +20,8 @@ class Cluster(NamedTuple):
     boots: Mapping[int, str] = {}
     """Boot → node."""
     max_block_bytes: int = MAX_BLOCK_BYTES
+    hidden: Mapping[int, int] = {}
+    """Policy → published bytes of it that no live worker holds, as far as it is known: no quota counts them."""
 
     def publishable(self, boot: int, counter: int) -> bool:
         fence = self.fences.get(boot)

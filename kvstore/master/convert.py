@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
+from typing import Final
 
 import xxhash
 
 from kvstore.core.errors import InvalidRequest, KvError
-from kvstore.core.types import Seen
+from kvstore.core.types import TIERS, Seen
 from kvstore.master import publish, remove, reports
 from kvstore.master.journal import Event
 from kvstore.master.master import Answer, Orders
-from kvstore.master.nodes import Beat, Node, Registration, VolumeState, WorkerCounters
+from kvstore.master.nodes import Beat, Node, Registration, TierCounters, Unlinked, VolumeState, WorkerCounters
+from kvstore.master.policies import Wanted
+from kvstore.master.quotas import Held
 from kvstore.master.rename import Move
+from kvstore.master.setpolicy import Told
 from kvstore.pb import common_pb2 as c
 from kvstore.pb import master_pb2 as m
 from kvstore.rpc import entries
 from kvstore.rpc.status import error_to_pb
 
 FIRST_ID, LAST_ID = b"\0" * 16, b"\xff" * 16
+_REASON: Final = re.compile(r"[a-z_]{1,16}")
+"""Why a worker unlinks; a newer one may have more of them."""
+MAX_REASONS: Final = 16
 
 
 def mode_of(number: int) -> publish.Mode:
@@ -103,7 +111,29 @@ def fences(messages: Iterable[m.Fence]) -> dict[int, int]:
 def beat(request: m.HeartbeatRequest) -> Beat:
     told = WorkerCounters(*(getattr(request.counters, name) for name in WorkerCounters._fields))
     volumes = [volume(v) for v in request.volumes]
-    return Beat(request.node, request.boot, volumes, told, request.blocks, request.leaving)
+    held = {told.policy: Held(told.bytes, told.heat) for told in request.policy_bytes}
+    return Beat(
+        request.node, request.boot, volumes, told, request.blocks, request.leaving, _tiers(request.tiers),
+        held, request.policies_version,
+    )  # fmt: skip
+
+
+def _tiers(messages: Iterable[m.TierCounters]) -> list[TierCounters]:
+    """Only for people to look at: what makes no sense is left out, and the heartbeat counts."""
+    tiers = {t.tier: _tier(t) for t in messages if t.tier in TIERS}
+    return list(tiers.values())
+
+
+def _tier(t: m.TierCounters) -> TierCounters:
+    numbers = {name: getattr(t, name) for name in TierCounters._fields if name not in ("tier", "unlinked")}
+    unlinked = {u.reason: Unlinked(u.reason, u.files, u.bytes) for u in t.unlinked if _REASON.fullmatch(u.reason)}
+    return TierCounters(t.tier, **numbers, unlinked=list(unlinked.values())[:MAX_REASONS])
+
+
+def tier_to_pb(tier: TierCounters) -> m.TierCounters:
+    numbers = tier._asdict()
+    unlinked = [m.Unlinked(reason=u.reason, files=u.files, bytes=u.bytes) for u in numbers.pop("unlinked")]
+    return m.TierCounters(**numbers, unlinked=unlinked)
 
 
 def report(request: m.ReportRequest) -> reports.Report:
@@ -134,8 +164,8 @@ def _full(piece: m.FullPiece) -> reports.Full:
 def answer(answer: Answer, cluster: str, incarnation: int, sequence: int) -> m.ReportReply:
     return m.ReportReply(
         cluster=cluster, incarnation=incarnation, sequence=sequence, next_report=answer.next_report, gap=answer.gap,
-        held=[_VERDICTS[v] for v in answer.held], full=[_VERDICTS[v] for v in answer.full],
-        held_policy=[0] * len(answer.held), full_policy=[0] * len(answer.full),
+        held=[_VERDICTS[v] for v in answer.held.verdicts], full=[_VERDICTS[v] for v in answer.full.verdicts],
+        held_policy=answer.held.policies, full_policy=answer.full.policies,
         commands=commands(answer.orders),
     )  # fmt: skip
 
@@ -155,7 +185,39 @@ def commands(orders: Orders) -> list[m.Command]:
         result.append(m.Command(full_report=m.FullReport()))
     if orders.unlink:
         result.append(m.Command(unlink=m.Unlink(block_ids=b"".join(orders.unlink))))
+    if orders.report_again:
+        result.append(m.Command(report_again=m.ReportAgain(block_ids=b"".join(orders.report_again))))
     return result
+
+
+def wanted(request: m.SetPolicyRequest) -> Wanted:
+    return Wanted(
+        request.quota_bytes if request.HasField("quota_bytes") else None,
+        request.ttl_s if request.HasField("ttl_s") else None,
+        request.pinned if request.HasField("pinned") else None,
+    )
+
+
+def policies(told: Iterable[Told]) -> list[m.Policy]:
+    return [
+        m.Policy(
+            id=id, inode=row.inode, path=f"/{path}", quota_bytes=row.quota_bytes, ttl_s=row.ttl_s, pinned=row.pinned,
+            used_bytes=row.used_bytes, files=row.files, counting=counting, parent=row.parent,
+        )
+        for id, row, path, counting in told
+    ]  # fmt: skip
+
+
+def heartbeat_reply(orders: Orders, cluster: str, sequence: int, incarnation: int) -> m.HeartbeatReply:
+    reply = m.HeartbeatReply(
+        cluster=cluster, sequence=sequence, commands=commands(orders), incarnation=incarnation,
+        over=[m.PolicyBytes(policy=policy, bytes=size, heat=heat) for policy, size, heat in orders.over],
+    )  # fmt: skip
+    if orders.policies is not None:
+        version, rules = orders.policies
+        rows = [m.PolicyRule(id=r.id, parent=r.parent, ttl_s=r.ttl_s, pinned=r.pinned) for r in rules]
+        reply.policies.CopyFrom(m.PolicyTable(version=version, rules=rows))
+    return reply
 
 
 def node(node: Node, live: bool, now_s: float) -> m.Node:
@@ -164,5 +226,5 @@ def node(node: Node, live: bool, now_s: float) -> m.Node:
         id=node.id, endpoint=row.endpoint, http=row.http, live=live, version=row.version, blocks=node.blocks,
         heartbeat_age_s=-1.0 if node.heard_s is None else now_s - node.heard_s,
         volumes=[volume_to_pb(v) for v in node.states.values() if v.id in in_service],
-        counters=m.Counters(**node.counters._asdict()),
+        counters=m.Counters(**node.counters._asdict()), tiers=map(tier_to_pb, node.tiers),
     )  # fmt: skip

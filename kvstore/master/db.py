@@ -9,13 +9,15 @@ Values are `records`, which start with a version byte.
               "counters"                   Counters: entries, next inode, sequence, journal's bounds
               "pulse"                      written every second, to see a lost drive without traffic
     names     parent inode, name (UTF-8)   NameRow: inode, attributes, length, address.   The root is (0, "").
-    inodes    inode                        InodeRow: parent inode, name
-    blocks    block id                     BlockRow: owner's inode (0 = dead), volumes that hold it
+    inodes    inode                        InodeRow: parent inode, name, policy of its own
+    blocks    block id                     BlockRow: owner's inode (0 = dead), holding volumes, policy it counts for
     replicas  volume id, block id          "" : the same pairs by volume; full reports merge by range
     unlinks   volume id, block id          "" : the pairs of dead blocks, that is the unlink orders of a volume
     graves    block id                     "" : dead blocks that nobody holds; they go when the fence has passed
     volumes   volume id                    VolumeRow: node, tier, how long it has been gone
     nodes     node id                      NodeRow: address, boot, next report, {boot: fence}, volumes in service
+    policies  policy id                    PolicyRow: inode, policy above it, quota, TTL, pin, what counts for it
+    recounts  directory's inode            name behind which to go on: its blocks may count for another policy by now
     journal   sequence                     JournalRow: one change; bounded, recovery never needs it
 """
 
@@ -49,6 +51,8 @@ class Cf(enum.Enum):
     GRAVES = "graves"
     VOLUMES = "volumes"
     NODES = "nodes"
+    POLICIES = "policies"
+    RECOUNTS = "recounts"
     JOURNAL = "journal"
 
     # The members are singletons: hashing by identity saves 0.1 µs on each of a publish's twenty dictionary accesses.

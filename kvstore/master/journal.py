@@ -20,6 +20,7 @@ from kvstore.master.records import (
     Counters,
     JournalRow,
     NameRow,
+    PolicyRow,
     dump,
     pack_u64,
     unpack_u64,
@@ -44,12 +45,12 @@ class Event(NamedTuple):
 
 def append(
     change: Change, kind: str, parent: int, name: str, inode: int,
-    entry: NameRow | None = None, to_parent: int = 0, to_name: str = "",
+    entry: NameRow | None = None, to_parent: int = 0, to_name: str = "", policy: PolicyRow | None = None,
 ) -> None:  # fmt: skip
-    """`kind`: publish, mkdir, remove, rename, setattr, evict, node."""
+    """`kind`: publish, mkdir, remove, rename, setattr, policy, evict, node."""
     counters = change.counters
     counters.sequence += 1
-    row = dump(JournalRow(change.now_ns, kind, parent, name, inode, entry, to_parent, to_name))
+    row = dump(JournalRow(change.now_ns, kind, parent, name, inode, entry, to_parent, to_name, policy))
     change.put(Cf.JOURNAL, pack_u64(counters.sequence), row)
     counters.journal_bytes += len(row)
     _trim(change)

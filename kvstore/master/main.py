@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 THREADS = 4
 """One flushes; the others look at the drive's free space."""
 DATABASE_DIRECTORY = "db"
+RECOUNT_PAUSE_S = 0.04
+"""After a step of about 10 ms: 1,000,000 files take under two minutes."""
 
 
 def main(config: Config) -> None:
@@ -54,6 +56,7 @@ async def _run(config: MasterConfig, runtime: Runtime, db: RocksDb) -> None:
     tasks = [
         asyncio.create_task(committer.run(), name="commit"),
         asyncio.create_task(_tick(master, runtime), name="tick"),
+        asyncio.create_task(_recount(master, runtime), name="recount"),
     ]
     server: Server | None = None
     http: HttpServer | None = None
@@ -94,6 +97,17 @@ async def _tick(master: Master, runtime: Runtime) -> None:
         except KvError as error:
             log.error("upkeep failed: %s", error)
         await master.committer.pulse()
+
+
+async def _recount(master: Master, runtime: Runtime) -> None:
+    """In small steps with pauses, so that others get the loop and the log."""
+    while True:
+        try:
+            busy = master.recount()
+        except KvError as error:
+            log.error("counting what lies below a policy failed: %s", error)
+            busy = False
+        await runtime.sleep(RECOUNT_PAUSE_S if busy else master.settings.tick_s)
 
 
 async def _until_stopped(committer: Committer, tasks: list[asyncio.Task[None]]) -> None:

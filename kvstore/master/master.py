@@ -18,14 +18,16 @@ from kvstore.core import paths
 from kvstore.core.errors import InvalidRequest, KvError, NotDirectory, NotFound, Unsupported
 from kvstore.core.limits import MAX_BATCH, MAX_BLOCK_BYTES
 from kvstore.core.types import Entry
-from kvstore.master import blocks, incarnations, journal, lookup, reports, tree
+from kvstore.master import blocks, incarnations, journal, lookup, recount, reports, tree
 from kvstore.master.change import Change
 from kvstore.master.commit import ALWAYS, GROWS, SHRINKS, Committer
 from kvstore.master.db import Cf, Db
 from kvstore.master.incarnations import Incarnations
 from kvstore.master.mkdir import mkdir
 from kvstore.master.nodes import Beat, Node, Nodes, Registration, check_volumes
+from kvstore.master.policies import Wanted
 from kvstore.master.publish import Published, Transaction, publish
+from kvstore.master.quotas import Order, Quotas, Table
 from kvstore.master.records import (
     CLUSTER,
     COUNTERS,
@@ -40,9 +42,11 @@ from kvstore.master.records import (
 )
 from kvstore.master.remove import Kind, remove
 from kvstore.master.rename import Move, rename
-from kvstore.master.reports import Report, Verdict
+from kvstore.master.reports import Judged, Report
 from kvstore.master.rows import each
 from kvstore.master.setattr import set_attributes
+from kvstore.master.setpolicy import Holding, Told, every, holding, set_policy
+from kvstore.master.space import Space
 from kvstore.master.upkeep import Upkeep
 from kvstore.runtime import Runtime
 
@@ -69,6 +73,11 @@ class Orders(NamedTuple):
     register: bool = False
     full_report: bool = False
     unlink: Sequence[bytes] = ()
+    report_again: Sequence[bytes] = ()
+    over: Sequence[Order] = ()
+    """What the worker is to give up for quotas."""
+    policies: Table | None = None
+    """Only when it has another one."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -92,8 +101,8 @@ class Answer(NamedTuple):
 
     next_report: int
     gap: bool = False
-    held: Sequence[Verdict] = ()
-    full: Sequence[Verdict] = ()
+    held: Judged = Judged()
+    full: Judged = Judged()
     orders: Orders = Orders()
 
 
@@ -103,6 +112,7 @@ class Master:
         self._runtime = runtime
         self.cluster_id, self.incarnations = self._open()
         self.nodes = Nodes(db, self.incarnations, settings.dead_ticks, settings.max_block_bytes)
+        self.quotas = Quotas(db, settings.tick_s)
         self._upkeep = Upkeep(self.nodes, settings.tick_s, settings.forget_after_s)
         self._report_locks: dict[str, asyncio.Lock] = {}
         self.lookups = Lookups()
@@ -182,6 +192,47 @@ class Master:
     def stat(self, base: int, path: str) -> Entry:
         return lookup.stat(self.db, self.nodes.cluster.live, base, path)
 
+    def statfs(self, base: int, path: str) -> Space:
+        """What the live volumes have, or less: what a quota above the path leaves of it. Raises NotFound, Stale."""
+        found = holding(self.db, self.nodes.cluster.live, base, path)
+        counters = self.counters()
+        space = Space(*self.nodes.space(), counters.files, counters.directories - 1)
+        for told in found.policies:
+            space = space.within(told.row, self.quotas.hidden.get(told.id, 0))
+        return space
+
+    # ---- policies
+
+    async def set_policy(self, base: int, path: str, wanted: Wanted) -> Holding:
+        """Quota, TTL, pin of a path; what holds for it then. Raises NotFound, NotDirectory, Stale, InvalidRequest."""
+        live = self.nodes.cluster.live
+        try:
+            return await self._mutate(lambda change: set_policy(change, live, base, path, wanted))
+        finally:
+            self._look_at_policies()
+
+    def policies(self, base: int, path: str) -> Holding:
+        """What holds for a path. Raises NotFound, NotDirectory, Stale."""
+        return holding(self.db, self.nodes.cluster.live, base, path)
+
+    def all_policies(self) -> Sequence[Told]:
+        return every(self.db)
+
+    def recount(self) -> bool:
+        """A bounded step: blocks whose directory's policy came or went count for the right one. False when there is
+        nothing to do."""
+        self.committer.admit(SHRINKS)
+        change = self._change()
+        busy = recount.step(change)
+        self._write(change)
+        return busy
+
+    def _look_at_policies(self) -> None:
+        self.quotas.tick({node.id: node.policies for node in self.nodes if self.nodes.live(node)})
+        self.nodes.hide(self.quotas.hidden)
+
+    # ---- the rest of reading
+
     def counters(self) -> Counters:
         stored = self.db.get(Cf.META, META_COUNTERS)
         return COUNTERS.load(stored) if stored is not None else Counters()
@@ -204,7 +255,12 @@ class Master:
         check_volumes(beat.volumes)
         now_s = self._runtime.monotonic_s()
         node = await self._mutate(lambda change: self.nodes.heartbeat(change, beat, now_s), ALWAYS)
-        return Orders(register=True) if node is None else await self._orders(node)
+        if node is None:
+            return Orders(register=True)
+        table = self.quotas.table
+        return (await self._orders(node))._replace(
+            over=self.quotas.over(node.id), policies=table if table.version != beat.policies_version else None
+        )
 
     async def report(self, report: Report) -> Answer:
         """Raises InvalidRequest for a malformed one. What is not from the registered start, or out of order, is not
@@ -228,7 +284,8 @@ class Master:
         self.committer.admit(SHRINKS)
         change = self._change()
         self._upkeep.step(change)
-        self.committer.write(change)
+        self._write(change)
+        self._look_at_policies()
 
     # ---- the rest
 
@@ -250,20 +307,21 @@ class Master:
 
     async def _answer(self, node: Node, report: Report) -> Answer:
         collects = node.row.collects
-        held = reports.verdicts(self.db, [block for block, _ in report.held], collects)
-        full = reports.verdicts(self.db, report.full.ids if report.full else (), collects)
+        held_ids, full_ids = [block for block, _ in report.held], report.full.ids if report.full else ()
+        held, full = (reports.judge(self.db, ids, collects) for ids in (held_ids, full_ids))
         next_report = node.row.next_report
         orders = await self._orders(node)
         await self.committer.durable()
         return Answer(next_report, False, held, full, orders)
 
     async def _orders(self, node: Node) -> Orders:
+        again = [node.relabelled.popleft() for _ in range(min(len(node.relabelled), MAX_BATCH))]
         if not node.row.collects:
-            return Orders()
+            return Orders(report_again=again)
         ids = blocks.unlink_orders(self.db, node.row.volumes, MAX_BATCH)
         if ids:
             await self.committer.durable()
-        return Orders(unlink=ids)
+        return Orders(unlink=ids, report_again=again)
 
     def _change(self) -> Change:
         return Change.begin(self.db, self._runtime.wall_ns(), self.settings.journal)
@@ -275,10 +333,16 @@ class Master:
         try:
             change = self._change()
             result = decide(change)
-            self.committer.write(change)
+            self._write(change)
             return result
         finally:
             await self.committer.durable()
+
+    def _write(self, change: Change) -> None:
+        self.committer.write(change)
+        self.nodes.relabel(change.relabelled)
+        self.quotas.grew(change.grown)
+        self.quotas.refused(change.refused)
 
     def _open(self) -> tuple[str, Incarnations]:
         """The cluster's id, and this start in the row of them. A new database gets an id, and its root; one of another

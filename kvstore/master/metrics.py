@@ -1,15 +1,13 @@
-"""What the master shows to Prometheus. Gauges are read when somebody asks."""
+"""What the master shows to Prometheus, read when somebody asks. The names: ``deploy/prometheus/metrics.md``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.registry import Collector
+from collections.abc import Callable, Iterable
 
 from kvstore import __version__
-from kvstore.master.master import Lookups, Master
-from kvstore.obs.metrics import NAMESPACE, Metrics
+from kvstore.master.master import Master
+from kvstore.master.records import PolicyRow
+from kvstore.obs.metrics import Metrics, Sample
 
 
 class MasterMetrics:
@@ -18,39 +16,35 @@ class MasterMetrics:
     def __init__(self, master: Master) -> None:
         self.metrics = Metrics("master", __version__)
         self.keys = self.metrics.counter("master_keys", "Names looked up or published", ["verb"])
-        self.metrics.registry.register(_LookupCounter(master.lookups))
-        watch = self.metrics.watch
+        self._names(master)
+        self._nodes(master)
+        self._policies(master)
+
+    def _names(self, master: Master) -> None:
+        lookups, watch, count = master.lookups, self.metrics.watch, self.metrics.count
+        self.metrics.count_many(
+            "master_lookups", "Names looked up, by result", ["result"],
+            lambda: [(["found"], lookups.found), (["not_found"], lookups.not_found)],
+        )  # fmt: skip
         watch("master_files", "Files, hidden ones too", lambda: master.counters().files)
         watch("master_directories", "Directories without the root", lambda: master.counters().directories - 1)
         watch("master_sequence", "Last change that is durable", lambda: master.committer.durable_sequence)
-        watch("master_flushes", "Flushes of the log, each for all who waited", lambda: master.committer.flushes)
-        watch("master_nodes", "Known nodes", lambda: sum(1 for _ in master.nodes))
-        watch("master_nodes_live", "Live nodes", lambda: sum(1 for n in master.nodes if master.nodes.live(n)))
-        watch("master_volumes_live", "Volumes in service on live nodes", lambda: len(master.nodes.cluster.live))
-        self.metrics.watch_many(
-            "master_space_bytes", "Bytes of all live volumes", ["kind"],
-            lambda: [((kind,), size) for kind, size in zip(_KINDS, master.nodes.space(), strict=True)],
-        )  # fmt: skip
+        count("master_flushes", "Flushes of the log, each for all who waited", lambda: master.committer.flushes)
 
+    def _nodes(self, master: Master) -> None:
+        nodes, watch = master.nodes, self.metrics.watch
+        watch("master_nodes", "Known nodes", lambda: sum(1 for _ in nodes))
+        watch("master_nodes_live", "Live nodes", lambda: sum(map(nodes.live, nodes)))
+        watch("master_volumes_live", "Volumes in service on live nodes", lambda: len(nodes.cluster.live))
+        watch("master_capacity_bytes", "What all live volumes may take", lambda: nodes.space()[0])
+        watch("master_used_bytes", "What they have taken", lambda: nodes.space()[1])
+        watch("master_free_bytes", "What they can still give away", lambda: nodes.space()[2])
 
-_KINDS = ("capacity", "used", "free")
+    def _policies(self, master: Master) -> None:
+        def read(what: Callable[[PolicyRow], float]) -> Callable[[], Iterable[Sample]]:
+            return lambda: [((f"/{t.path}",), what(t.row)) for t in master.all_policies() if t.row.quota_bytes]
 
-
-class _LookupCounter(Collector):
-    """The master's own counts: `kvstore report` shows the same numbers."""
-
-    def __init__(self, lookups: Lookups) -> None:
-        self._lookups = lookups
-
-    def describe(self) -> Iterable[CounterMetricFamily]:
-        return [_lookup_family()]
-
-    def collect(self) -> Iterable[CounterMetricFamily]:
-        family = _lookup_family()
-        family.add_metric(["found"], self._lookups.found)
-        family.add_metric(["not_found"], self._lookups.not_found)
-        return [family]
-
-
-def _lookup_family() -> CounterMetricFamily:
-    return CounterMetricFamily(f"{NAMESPACE}_master_lookups", "Names looked up, by result", labels=["result"])
+        quotas, used = read(lambda row: row.quota_bytes), read(lambda row: row.used_bytes)
+        self.metrics.watch("master_policies", "Quotas, TTLs and pins", lambda: len(master.all_policies()))
+        self.metrics.watch_many("master_quota_bytes", "Quota of a directory", ["path"], quotas)
+        self.metrics.watch_many("master_quota_used_bytes", "What is published below it", ["path"], used)

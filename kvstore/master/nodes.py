@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from kvstore.master.change import Change
 from kvstore.master.cluster import Cluster
 from kvstore.master.db import Cf, Reader
 from kvstore.master.incarnations import Incarnations
+from kvstore.master.quotas import Held
 from kvstore.master.records import NODE, VOLUME, NodeRow, VolumeRow, dump, pack_u64, unpack_u64
 
 log = logging.getLogger(__name__)
@@ -49,6 +51,28 @@ class WorkerCounters(NamedTuple):
     promoted_bytes: int = 0
     demotions: int = 0
     demoted_bytes: int = 0
+    fetched_bytes: int = 0
+
+
+class Unlinked(NamedTuple):
+    reason: str
+    files: int
+    bytes: int
+
+
+class TierCounters(NamedTuple):
+    """Of the volumes of one tier, as their worker told it."""
+
+    tier: str
+    blocks: int = 0
+    hits: int = 0
+    promotions: int = 0
+    promoted_bytes: int = 0
+    demotions: int = 0
+    demoted_bytes: int = 0
+    pinned_bytes: int = 0
+    unpinned_bytes: int = 0
+    unlinked: Sequence[Unlinked] = ()
 
 
 class Registration(NamedTuple):
@@ -76,6 +100,11 @@ class Beat(NamedTuple):
     blocks: int
     leaving: bool = False
     """It stops now: dead at once, not after dead_ticks."""
+    tiers: Sequence[TierCounters] = ()
+    policies: Mapping[int, Held] = {}
+    """Its owned blocks, by the policy that each counts for."""
+    policies_version: int = 0
+    """Of the table of policies that it has."""
 
 
 class Node:
@@ -84,7 +113,8 @@ class Node:
     `row`     what is stored;  `missed`  ticks since its last heartbeat (or since this master started);
     `heard_s` monotonic time of its last heartbeat, None before the first one;
     `spoke`   whether it registered or sent a heartbeat since this master started: until then it only counts as live;
-    `states`  its volumes as it told them last;  `counters`, `blocks`  likewise.
+    `states`  its volumes as it told them last;  `counters`, `blocks`, `tiers`, `policies`  likewise;
+    `relabelled`  blocks on it that count for another policy than it knows: it is asked to report them again.
     """
 
     def __init__(self, id: str, row: NodeRow) -> None:
@@ -96,6 +126,9 @@ class Node:
         self.states: dict[int, VolumeState] = {}
         self.counters = WorkerCounters()
         self.blocks = 0
+        self.tiers: Sequence[TierCounters] = ()
+        self.policies: Mapping[int, Held] = {}
+        self.relabelled: deque[bytes] = deque()
 
     def __repr__(self) -> str:
         return f"<Node {self.id} at {self.row.endpoint}, missed {self.missed}>"
@@ -112,6 +145,7 @@ class Nodes:
         self._incarnations = incarnations
         self.dead_ticks = dead_ticks
         self._max_block_bytes = max_block_bytes
+        self._hidden: Mapping[int, int] = {}
         self.volumes = {unpack_u64(k): VOLUME.load(v) for k, v in _all(reader, Cf.VOLUMES)}
         self._nodes = {k.decode(): Node(k.decode(), NODE.load(v)) for k, v in _all(reader, Cf.NODES)}
         self.cluster = self._view()
@@ -179,7 +213,8 @@ class Nodes:
         was_live = self.live(node)
         node.missed, node.heard_s, node.spoke = self.dead_ticks if beat.leaving else 0, now_s, True
         node.states = {v.id: v for v in beat.volumes}
-        node.counters, node.blocks = beat.counters, beat.blocks
+        node.counters, node.blocks, node.tiers = beat.counters, beat.blocks, beat.tiers
+        node.policies = beat.policies
         if set(ids) != set(node.row.volumes):
             log.warning("node %s: volumes out of service: %s", node.id, _hex(set(node.row.volumes) - set(ids)))
             self.put(change, node, msgspec.structs.replace(node.row, volumes=ids))
@@ -205,6 +240,18 @@ class Nodes:
         if died:
             log.warning("no heartbeat for %d ticks: %s", self.dead_ticks, ", ".join(died))
             self.cluster = self._view()
+
+    def hide(self, hidden: Mapping[int, int]) -> None:
+        """Policy → published bytes of it that no live worker holds."""
+        self._hidden = hidden
+        self.cluster = self.cluster._replace(hidden=hidden)
+
+    def relabel(self, relabelled: Iterable[tuple[bytes, Iterable[int]]]) -> None:
+        """Blocks, with the volumes that hold them, which count for another policy by now."""
+        for block, volumes in relabelled:
+            for home in {self.cluster.homes.get(volume) for volume in volumes}:
+                if home is not None and (node := self._nodes.get(home)) is not None:
+                    node.relabelled.append(block)
 
     def put(self, change: Change, node: Node, row: NodeRow) -> None:
         node.row = row
@@ -304,7 +351,7 @@ class Nodes:
             fences.update(node.row.fences)
             boots.update(dict.fromkeys(node.row.fences, node.id))
         homes = {v: row.node for v, row in self.volumes.items()}
-        return Cluster(live, homes, fences, boots, self._max_block_bytes)
+        return Cluster(live, homes, fences, boots, self._max_block_bytes, self._hidden)
 
 
 def _all(reader: Reader, cf: Cf) -> list[tuple[bytes, bytes]]:

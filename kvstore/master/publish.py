@@ -9,9 +9,9 @@ from typing import NamedTuple
 import msgspec
 
 from kvstore.core import paths
-from kvstore.core.errors import InvalidRequest, IsDirectory, KvError, Stale, TooLarge
+from kvstore.core.errors import InvalidRequest, IsDirectory, KvError, NoSpace, Stale, TooLarge
 from kvstore.core.types import U63_MAX, Address, Entry, Replica
-from kvstore.master import blocks, journal, tree
+from kvstore.master import blocks, journal, policies, tree
 from kvstore.master.change import Change
 from kvstore.master.cluster import Cluster
 from kvstore.master.db import Cf
@@ -64,10 +64,21 @@ def publish(
         try:
             results.append([_publish(part, cluster, base, transaction, name) for name in transaction.names])
         except KvError as error:
+            if isinstance(error, NoSpace):
+                _give_up(change, cluster, transaction)
+                change.refused |= part.refused
             results.append(error)
         else:
             part.merge()
     return results
+
+
+def _give_up(change: Change, cluster: Cluster, transaction: Transaction) -> None:
+    """There is no room for its names. Its blocks die at once, or they would stay for as long as their writer lives,
+    unowned and so nobody's victims. Who tries again stores the data again."""
+    for name in transaction.names:
+        if name.address is not None:
+            blocks.bury_new(change, cluster, name.address.block.pack(), name.volume)
 
 
 def _publish(change: Change, cluster: Cluster, base: int, transaction: Transaction, name: Name) -> Published:
@@ -153,13 +164,15 @@ def _create(
     change: Change, cluster: Cluster, place: Place, replaced: NameRow | None, model: NameRow | None, name: Name
 ) -> Published:
     row = _new_row(change, name, model)
+    policy = policies.own(change, replaced.inode) if replaced is not None else 0
     replicas: tuple[Replica, ...] = ()
     if row.block:
         replica = cluster.live.get(name.volume)
         if replica is None:
             raise Stale(f"volume {name.volume:016x} is not in service; store the data again elsewhere")
         blocks.check_publishable(change, cluster, row.block)
-        blocks.own(change, row.block, row.inode, name.volume)
+        counts_for = policy or policies.nearest(change, place.parent)
+        blocks.own(change, row.block, row.inode, name.volume, counts_for, row.length_bytes)
         replicas = (replica,)
     if replaced is None:
         change.counters.files += 1
@@ -167,7 +180,10 @@ def _create(
         change.delete(Cf.INODES, pack_u64(replaced.inode))
         if replaced.block:
             blocks.bury(change, replaced.block)
-    tree.put_new(change, place, row)
+    if row.block:
+        policies.check_quota(change, counts_for, row.length_bytes, cluster.hidden)
+    tree.put_new(change, place, row, policy)
+    policies.follow(change, policy, row.inode)
     tree.touch(change, place.parent)
     journal.append(change, "publish", *place, row.inode, row)
     return Published(True, tree.to_entry(row, place.parent, replicas))

@@ -61,6 +61,8 @@ class NameRow(Row, frozen=True):
 class InodeRow(Row, frozen=True):
     parent: int
     name: str
+    policy: int = 0
+    """Of its own; 0 = what holds above it holds for it."""
 
 
 class BlockRow(Row, frozen=True):
@@ -68,6 +70,9 @@ class BlockRow(Row, frozen=True):
 
     inode: int
     volumes: list[int]
+    policy: int = 0
+    """That it is counted for, with `length_bytes`; 0 = none."""
+    length_bytes: int = 0
 
     @property
     def dead(self) -> bool:
@@ -98,6 +103,26 @@ class NodeRow(Row, frozen=True):
     16)."""
 
 
+class PolicyRow(Row, frozen=True):
+    """What holds below a directory, or the pin of a file; 0 and False = nothing said.
+
+    `inode` 0: it was taken away, and blocks that are still counted for it count for `parent` soon. `used_bytes` and
+    `files`: published below it, what counts for the policies below it included.
+    """
+
+    inode: int
+    parent: int
+    quota_bytes: int = 0
+    ttl_s: float = 0.0
+    pinned: bool = False
+    used_bytes: int = 0
+    files: int = 0
+
+    @property
+    def says_nothing(self) -> bool:
+        return not (self.quota_bytes or self.ttl_s or self.pinned)
+
+
 class JournalRow(Row, frozen=True):
     time_ns: int
     kind: str
@@ -107,6 +132,7 @@ class JournalRow(Row, frozen=True):
     entry: NameRow | None = None
     to_parent: int = 0
     to_name: str = ""
+    policy: PolicyRow | None = None
 
 
 class Counters(msgspec.Struct, array_like=True, gc=False):
@@ -119,6 +145,9 @@ class Counters(msgspec.Struct, array_like=True, gc=False):
     """Of the last change in the journal."""
     journal_first: int = 1
     journal_bytes: int = 0
+    policies: int = 0
+    """Rows; where there are none nobody pays for them."""
+    next_policy: int = 1
 
 
 class JournalLimits(NamedTuple):
@@ -160,6 +189,7 @@ INODE = Codec(InodeRow)
 BLOCK = Codec(BlockRow)
 VOLUME = Codec(VolumeRow)
 NODE = Codec(NodeRow)
+POLICY = Codec(PolicyRow)
 JOURNAL = Codec(JournalRow)
 COUNTERS = Codec(Counters)
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvstore.core.errors import AlreadyExists, InvalidRequest, IsDirectory, NotDirectory, NotFound
-from kvstore.master import journal, tree
+from kvstore.core.errors import AlreadyExists, InvalidRequest, IsDirectory, NotDirectory, NotFound, OtherPolicy
+from kvstore.master import blocks, journal, policies, recount, tree
 from kvstore.master.change import Change
 from kvstore.master.db import Cf
 from kvstore.master.records import NameRow, name_key
@@ -26,8 +26,9 @@ class Move(NamedTuple):
 
 
 def rename(change: Change, live: Live, move: Move) -> None:
-    """Raises NotFound, AlreadyExists, NotEmpty, NotDirectory, IsDirectory, Stale, and InvalidRequest for the root and
-    for a directory that is to move into itself."""
+    """Raises NotFound, AlreadyExists, NotEmpty, NotDirectory, IsDirectory, Stale; InvalidRequest for the root and for a
+    directory that is to move into itself; OtherPolicy for one that is to move to where another policy holds (rule 30).
+    """
     view = Tree(change, live)
     source = view.place(move.from_base, move.from_path)
     target = view.place(move.to_base, move.to_path)
@@ -42,11 +43,13 @@ def rename(change: Change, live: Live, move: Move) -> None:
         return
     if row.is_dir:
         _check_outside(view, row.inode, target)
+        _check_policy(change, move, source, target)
     tree.check_not_root(target, "replaced")
     if replaced is not None:
         _check_replaceable(move, row, replaced)
+    policy = _policy_after(change, view, target, row)
     _make_room(change, view, target)
-    _move(change, source, target, row)
+    _move(change, source, target, row, policy)
 
 
 def _check_outside(view: Tree, inode: int, target: Place) -> None:
@@ -55,6 +58,13 @@ def _check_outside(view: Tree, inode: int, target: Place) -> None:
         if at == inode:
             raise InvalidRequest("a directory cannot be moved into itself")
         at = view.locate(at).parent
+
+
+def _check_policy(change: Change, move: Move, source: Place, target: Place) -> None:
+    if policies.nearest(change, source.parent) != policies.nearest(change, target.parent):
+        raise OtherPolicy(
+            f"{move.from_path!r} is a directory, and another quota, TTL or pin holds at {move.to_path!r}: copy it"
+        )
 
 
 def _check_replaceable(move: Move, row: NameRow, replaced: NameRow) -> None:
@@ -74,10 +84,34 @@ def _make_room(change: Change, view: Tree, target: Place) -> None:
     tree.erase(change, target, stored)
 
 
-def _move(change: Change, source: Place, target: Place, row: NameRow) -> None:
+def _policy_after(change: Change, view: Tree, target: Place, row: NameRow) -> int:
+    """The entry's own policy once it stands at the target: a file that replaces a pinned one takes over its pin, as
+    with a publish."""
+    policy = policies.own(change, row.inode)
+    stored = view.stored(target)
+    if policy or row.is_dir or stored is None or stored.is_dir:
+        return policy
+    return policies.take_off(change, stored.inode)
+
+
+def _move(change: Change, source: Place, target: Place, row: NameRow, policy: int) -> None:
     change.delete(Cf.NAMES, name_key(*source))
     row = msgspec.structs.replace(row, ctime_ns=change.now_ns)
-    tree.put_new(change, target, row)
+    tree.put_new(change, target, row, policy)
+    _recount(change, target, row, policy)
     tree.touch(change, source.parent)
     tree.touch(change, target.parent)
     journal.append(change, "rename", *source, row.inode, row, *target)
+
+
+def _recount(change: Change, target: Place, row: NameRow, policy: int) -> None:
+    """A file counts for what holds at its new place. A directory may have been moved past a recount that runs."""
+    if row.is_dir:
+        recount.follow(change, row.inode)
+        return
+    above = policies.nearest(change, target.parent)
+    if policy:
+        policies.follow(change, policy, row.inode)
+        policies.put_below(change, policy, above)
+    if row.block:
+        blocks.relabel(change, row.block, row.length_bytes, policy or above)

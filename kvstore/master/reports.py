@@ -123,10 +123,18 @@ def _newer(fences: Mapping[int, int], block: bytes) -> bool:
     return boot in fences and counter >= fences[boot]
 
 
-def verdicts(reader: Reader, ids: Sequence[bytes], collects: bool) -> list[Verdict]:
-    """In the order of the ids. Without `collects` nothing is called dead (rule 16)."""
+class Judged(NamedTuple):
+    """In the order of the ids: the verdict, and the policy that the block counts for (0 = none)."""
+
+    verdicts: Sequence[Verdict] = ()
+    policies: Sequence[int] = ()
+
+
+def judge(reader: Reader, ids: Sequence[bytes], collects: bool) -> Judged:
+    """Without `collects` nothing is called dead (rule 16)."""
     stored = reader.get_many(Cf.BLOCKS, ids) if ids else ()
-    return [_verdict(None if value is None else BLOCK.load(value), collects) for value in stored]
+    rows = [None if value is None else BLOCK.load(value) for value in stored]
+    return Judged([_verdict(row, collects) for row in rows], [row.policy if row else 0 for row in rows])
 
 
 def _verdict(row: BlockRow | None, collects: bool) -> Verdict:

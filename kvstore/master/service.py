@@ -75,13 +75,22 @@ class MasterService(master_pb2_grpc.MasterServicer):
 
     @unary
     async def Statfs(self, request: m.StatfsRequest, caller: Caller) -> m.StatfsReply:
-        self._master.stat(request.base, request.path)
-        capacity, used, free = self._master.nodes.space()
-        counters = self._master.counters()
-        return m.StatfsReply(
-            capacity_bytes=capacity, used_bytes=used, free_bytes=free, files=counters.files,
-            directories=counters.directories - 1, max_block_bytes=self._master.settings.max_block_bytes,
-        )  # fmt: skip
+        space = self._master.statfs(request.base, request.path)
+        return m.StatfsReply(**space._asdict(), max_block_bytes=self._master.settings.max_block_bytes)
+
+    @unary
+    async def SetPolicy(self, request: m.SetPolicyRequest, caller: Caller) -> m.PolicyReply:
+        inode, told = await self._master.set_policy(request.base, request.path, convert.wanted(request))
+        return m.PolicyReply(inode=inode, policies=convert.policies(told))
+
+    @unary
+    async def GetPolicy(self, request: m.GetPolicyRequest, caller: Caller) -> m.PolicyReply:
+        inode, told = self._master.policies(request.base, request.path)
+        return m.PolicyReply(inode=inode, policies=convert.policies(told))
+
+    @unary
+    async def ListPolicies(self, request: m.ListPoliciesRequest, caller: Caller) -> m.ListPoliciesReply:
+        return m.ListPoliciesReply(policies=convert.policies(self._master.all_policies()))
 
     @unary
     async def ClusterMap(self, request: m.ClusterMapRequest, caller: Caller) -> m.ClusterMapReply:
@@ -112,11 +121,9 @@ class MasterService(master_pb2_grpc.MasterServicer):
     @unary
     async def Heartbeat(self, request: m.HeartbeatRequest, caller: Caller) -> m.HeartbeatReply:
         orders = await self._master.heartbeat(convert.beat(request))
-        return m.HeartbeatReply(
-            cluster=self._master.cluster_id,
-            sequence=self._master.committer.durable_sequence,
-            commands=convert.commands(orders),
-            incarnation=self._master.incarnations.current,
+        master = self._master
+        return convert.heartbeat_reply(
+            orders, master.cluster_id, master.committer.durable_sequence, master.incarnations.current
         )
 
     @unary

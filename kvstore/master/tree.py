@@ -15,7 +15,7 @@ import msgspec
 from kvstore.core import paths
 from kvstore.core.errors import InvalidRequest, NotDirectory, NotEmpty, NotFound, Overloaded, Stale
 from kvstore.core.types import ROOT_INODE, Entry, Replica
-from kvstore.master import blocks
+from kvstore.master import blocks, policies
 from kvstore.master.change import Change
 from kvstore.master.db import Cf, Pair, Reader
 from kvstore.master.records import (
@@ -157,14 +157,15 @@ def put(change: Change, place: Place, row: NameRow) -> None:
     change.put(Cf.NAMES, name_key(*place), dump(row))
 
 
-def put_new(change: Change, place: Place, row: NameRow) -> None:
-    """An entry where none is stored, or with a new inode."""
+def put_new(change: Change, place: Place, row: NameRow, policy: int = 0) -> None:
+    """An entry where none is stored, or with a new inode. `policy`: its own."""
     put(change, place, row)
-    change.put(Cf.INODES, pack_u64(row.inode), dump(InodeRow(place.parent, place.name)))
+    change.put(Cf.INODES, pack_u64(row.inode), dump(InodeRow(place.parent, place.name, policy)))
 
 
 def erase(change: Change, place: Place, row: NameRow) -> None:
     """Take an entry away: its block dies. A directory must be empty."""
+    policies.forget(change, policies.own(change, row.inode))
     change.delete(Cf.NAMES, name_key(*place))
     change.delete(Cf.INODES, pack_u64(row.inode))
     if row.is_dir:

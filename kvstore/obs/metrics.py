@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
@@ -53,25 +53,39 @@ class Metrics:
 
     def watch_many(self, name: str, help: str, labels: Sequence[str], read: Callable[[], Iterable[Sample]]) -> None:
         """A gauge whose samples are read when somebody asks: labels that are gone leave no stale series behind."""
-        self.registry.register(_Reader(f"{NAMESPACE}_{name}", help, labels, read))
+        self.registry.register(_Reader(GaugeMetricFamily, f"{NAMESPACE}_{name}", help, labels, read))
+
+    def count(self, name: str, help: str, read: Callable[[], float]) -> None:
+        """A counter without labels that is counted elsewhere; ``_total`` is added to its name."""
+        self.count_many(name, help, (), lambda: [((), read())])
+
+    def count_many(self, name: str, help: str, labels: Sequence[str], read: Callable[[], Iterable[Sample]]) -> None:
+        """A counter that is counted elsewhere and read when somebody asks; ``_total`` is added to its name."""
+        self.registry.register(_Reader(CounterMetricFamily, f"{NAMESPACE}_{name}", help, labels, read))
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes, of type `CONTENT_TYPE`."""
         return generate_latest(self.registry)
 
 
+Family = GaugeMetricFamily | CounterMetricFamily
+
+
 class _Reader(Collector):
-    def __init__(self, name: str, help: str, labels: Sequence[str], read: Callable[[], Iterable[Sample]]) -> None:
-        self._family = (name, help)
-        self._labels = labels
-        self._read = read
+    def __init__(
+        self, kind: type[Family], name: str, help: str, labels: Sequence[str], read: Callable[[], Iterable[Sample]]
+    ) -> None:
+        self._kind, self._family, self._labels, self._read = kind, (name, help), labels, read
 
-    def describe(self) -> Iterable[GaugeMetricFamily]:
+    def describe(self) -> Iterable[Family]:
         """The name alone, so that registering does not read."""
-        return [GaugeMetricFamily(*self._family, labels=self._labels)]
+        return [self._empty()]
 
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        family = GaugeMetricFamily(*self._family, labels=self._labels)
+    def collect(self) -> Iterable[Family]:
+        family = self._empty()
         for values, number in self._read():
             family.add_metric(values, number)
         return [family]
+
+    def _empty(self) -> Family:
+        return self._kind(*self._family, labels=self._labels)

@@ -703,6 +703,7 @@ class Node(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     endpoint: _builtins.str
     """host:port of its worker's gRPC server"""
@@ -717,6 +718,8 @@ class Node(_message.Message):
     def volumes(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Volume]: ...
     @_builtins.property
     def counters(self) -> Global___Counters: ...
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierCounters]: ...
     def __init__(
         self,
         *,
@@ -730,10 +733,11 @@ class Node(_message.Message):
         blocks: _builtins.int = ...,
         draining: _builtins.bool = ...,
         version: _builtins.str = ...,
+        tiers: _abc.Iterable[Global___TierCounters] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "counters", b"counters", "draining", b"draining", "endpoint", b"endpoint", "heartbeat_age_s", b"heartbeat_age_s", "http", b"http", "id", b"id", "live", b"live", "version", b"version", "volumes", b"volumes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "counters", b"counters", "draining", b"draining", "endpoint", b"endpoint", "heartbeat_age_s", b"heartbeat_age_s", "http", b"http", "id", b"id", "live", b"live", "tiers", b"tiers", "version", b"version", "volumes", b"volumes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -823,7 +827,7 @@ class Event(_message.Message):
     sequence: _builtins.int
     time_ns: _builtins.int
     kind: _builtins.str
-    """publish, mkdir, remove, rename, setattr, evict, node"""
+    """publish, mkdir, remove, rename, setattr, policy, evict, node"""
     path: _builtins.str
     to_path: _builtins.str
     inode: _builtins.int
@@ -871,6 +875,192 @@ class EventsReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EventsReply: _TypeAlias = EventsReply  # noqa: Y015
+
+@_typing.final
+class Policy(_message.Message):
+    """---- policies: quota, TTL, pin ----
+
+    Of a directory, or the pin of a file. A block counts for the nearest one that has a policy, and for all above that.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    INODE_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    COUNTING_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    inode: _builtins.int
+    path: _builtins.str
+    """from the root"""
+    quota_bytes: _builtins.int
+    """0 = none"""
+    ttl_s: _builtins.float
+    """0 = none; the nearest one that has a TTL says it"""
+    pinned: _builtins.bool
+    """with all below it"""
+    used_bytes: _builtins.int
+    """published below it, each block once"""
+    files: _builtins.int
+    """with bytes, below it"""
+    counting: _builtins.bool
+    """the policy is new, and what lay there before is still being counted"""
+    parent: _builtins.int
+    """the policy above it; 0 = none"""
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        inode: _builtins.int = ...,
+        path: _builtins.str = ...,
+        quota_bytes: _builtins.int = ...,
+        ttl_s: _builtins.float = ...,
+        pinned: _builtins.bool = ...,
+        used_bytes: _builtins.int = ...,
+        files: _builtins.int = ...,
+        counting: _builtins.bool = ...,
+        parent: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counting", b"counting", "files", b"files", "id", b"id", "inode", b"inode", "parent", b"parent", "path", b"path", "pinned", b"pinned", "quota_bytes", b"quota_bytes", "ttl_s", b"ttl_s", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Policy: _TypeAlias = Policy  # noqa: Y015
+
+@_typing.final
+class SetPolicyRequest(_message.Message):
+    """What is not set stays. 0 and false take a quota, a TTL, a pin away; with the last of them the policy goes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    QUOTA_BYTES_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    base: _builtins.int
+    path: _builtins.str
+    quota_bytes: _builtins.int
+    ttl_s: _builtins.float
+    pinned: _builtins.bool
+    def __init__(
+        self,
+        *,
+        base: _builtins.int = ...,
+        path: _builtins.str = ...,
+        quota_bytes: _builtins.int | None = ...,
+        ttl_s: _builtins.float | None = ...,
+        pinned: _builtins.bool | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_pinned", b"_pinned", "_quota_bytes", b"_quota_bytes", "_ttl_s", b"_ttl_s", "pinned", b"pinned", "quota_bytes", b"quota_bytes", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned", b"_pinned", "_quota_bytes", b"_quota_bytes", "_ttl_s", b"_ttl_s", "base", b"base", "path", b"path", "pinned", b"pinned", "quota_bytes", b"quota_bytes", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__pinned: _TypeAlias = _typing.Literal["pinned"]  # noqa: Y015
+    _WhichOneofArgType__pinned: _TypeAlias = _typing.Literal["_pinned", b"_pinned"]  # noqa: Y015
+    _WhichOneofReturnType__quota_bytes: _TypeAlias = _typing.Literal["quota_bytes"]  # noqa: Y015
+    _WhichOneofArgType__quota_bytes: _TypeAlias = _typing.Literal["_quota_bytes", b"_quota_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__ttl_s: _TypeAlias = _typing.Literal["ttl_s"]  # noqa: Y015
+    _WhichOneofArgType__ttl_s: _TypeAlias = _typing.Literal["_ttl_s", b"_ttl_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pinned) -> _WhichOneofReturnType__pinned | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__quota_bytes) -> _WhichOneofReturnType__quota_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_s) -> _WhichOneofReturnType__ttl_s | None: ...
+
+Global___SetPolicyRequest: _TypeAlias = SetPolicyRequest  # noqa: Y015
+
+@_typing.final
+class GetPolicyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    base: _builtins.int
+    path: _builtins.str
+    def __init__(
+        self,
+        *,
+        base: _builtins.int = ...,
+        path: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetPolicyRequest: _TypeAlias = GetPolicyRequest  # noqa: Y015
+
+@_typing.final
+class PolicyReply(_message.Message):
+    """All policies that hold for a path, the nearest first; the path's own one, if it has one, is the first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICIES_FIELD_NUMBER: _builtins.int
+    INODE_FIELD_NUMBER: _builtins.int
+    inode: _builtins.int
+    """of the path"""
+    @_builtins.property
+    def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___Policy]: ...
+    def __init__(
+        self,
+        *,
+        policies: _abc.Iterable[Global___Policy] | None = ...,
+        inode: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inode", b"inode", "policies", b"policies"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyReply: _TypeAlias = PolicyReply  # noqa: Y015
+
+@_typing.final
+class ListPoliciesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPoliciesRequest: _TypeAlias = ListPoliciesRequest  # noqa: Y015
+
+@_typing.final
+class ListPoliciesReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICIES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def policies(self) -> _containers.RepeatedCompositeFieldContainer[Global___Policy]: ...
+    def __init__(
+        self,
+        *,
+        policies: _abc.Iterable[Global___Policy] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPoliciesReply: _TypeAlias = ListPoliciesReply  # noqa: Y015
 
 @_typing.final
 class Seen(_message.Message):
@@ -1016,6 +1206,7 @@ class Counters(_message.Message):
     PROMOTED_BYTES_FIELD_NUMBER: _builtins.int
     DEMOTIONS_FIELD_NUMBER: _builtins.int
     DEMOTED_BYTES_FIELD_NUMBER: _builtins.int
+    FETCHED_BYTES_FIELD_NUMBER: _builtins.int
     hits: _builtins.int
     """opens and reads of a block that was here"""
     misses: _builtins.int
@@ -1033,6 +1224,8 @@ class Counters(_message.Message):
     demotions: _builtins.int
     """moves to a slower one"""
     demoted_bytes: _builtins.int
+    fetched_bytes: _builtins.int
+    """of blocks that were brought from a peer and kept"""
     def __init__(
         self,
         *,
@@ -1048,14 +1241,181 @@ class Counters(_message.Message):
         promoted_bytes: _builtins.int = ...,
         demotions: _builtins.int = ...,
         demoted_bytes: _builtins.int = ...,
+        fetched_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["corruptions", b"corruptions", "demoted_bytes", b"demoted_bytes", "demotions", b"demotions", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "fetches", b"fetches", "hits", b"hits", "misses", b"misses", "promoted_bytes", b"promoted_bytes", "promotions", b"promotions", "read_bytes", b"read_bytes", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["corruptions", b"corruptions", "demoted_bytes", b"demoted_bytes", "demotions", b"demotions", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "fetched_bytes", b"fetched_bytes", "fetches", b"fetches", "hits", b"hits", "misses", b"misses", "promoted_bytes", b"promoted_bytes", "promotions", b"promotions", "read_bytes", b"read_bytes", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Counters: _TypeAlias = Counters  # noqa: Y015
+
+@_typing.final
+class Unlinked(_message.Message):
+    """Why files were unlinked, and what they took on the disk."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """capacity, floor, quota, ttl, removed, corrupt, orphan"""
+    files: _builtins.int
+    bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        files: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "files", b"files", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Unlinked: _TypeAlias = Unlinked  # noqa: Y015
+
+@_typing.final
+class TierCounters(_message.Message):
+    """Of the volumes of one tier since the worker's start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    HITS_FIELD_NUMBER: _builtins.int
+    PROMOTIONS_FIELD_NUMBER: _builtins.int
+    PROMOTED_BYTES_FIELD_NUMBER: _builtins.int
+    DEMOTIONS_FIELD_NUMBER: _builtins.int
+    DEMOTED_BYTES_FIELD_NUMBER: _builtins.int
+    UNLINKED_FIELD_NUMBER: _builtins.int
+    PINNED_BYTES_FIELD_NUMBER: _builtins.int
+    UNPINNED_BYTES_FIELD_NUMBER: _builtins.int
+    tier: _builtins.str
+    blocks: _builtins.int
+    """that are there now"""
+    hits: _builtins.int
+    promotions: _builtins.int
+    """moves into this tier from a slower one"""
+    promoted_bytes: _builtins.int
+    demotions: _builtins.int
+    """moves into this tier from a faster one"""
+    demoted_bytes: _builtins.int
+    pinned_bytes: _builtins.int
+    """that are never evicted"""
+    unpinned_bytes: _builtins.int
+    """of blocks whose pin has no effect: the bounded share for pins is used up"""
+    @_builtins.property
+    def unlinked(self) -> _containers.RepeatedCompositeFieldContainer[Global___Unlinked]: ...
+    def __init__(
+        self,
+        *,
+        tier: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        hits: _builtins.int = ...,
+        promotions: _builtins.int = ...,
+        promoted_bytes: _builtins.int = ...,
+        demotions: _builtins.int = ...,
+        demoted_bytes: _builtins.int = ...,
+        unlinked: _abc.Iterable[Global___Unlinked] | None = ...,
+        pinned_bytes: _builtins.int = ...,
+        unpinned_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "demoted_bytes", b"demoted_bytes", "demotions", b"demotions", "hits", b"hits", "pinned_bytes", b"pinned_bytes", "promoted_bytes", b"promoted_bytes", "promotions", b"promotions", "tier", b"tier", "unlinked", b"unlinked", "unpinned_bytes", b"unpinned_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierCounters: _TypeAlias = TierCounters  # noqa: Y015
+
+@_typing.final
+class PolicyBytes(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    HEAT_FIELD_NUMBER: _builtins.int
+    policy: _builtins.int
+    bytes: _builtins.int
+    heat: _builtins.float
+    """In a heartbeat: touches just now that the coldest block is worth which may be evicted; negative: there is none.
+    In the reply: what is worth more stays.
+    """
+    def __init__(
+        self,
+        *,
+        policy: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        heat: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes", b"bytes", "heat", b"heat", "policy", b"policy"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyBytes: _TypeAlias = PolicyBytes  # noqa: Y015
+
+@_typing.final
+class PolicyRule(_message.Message):
+    """What a worker must know to judge its blocks (rule 30)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    TTL_S_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    parent: _builtins.int
+    """0 = none"""
+    ttl_s: _builtins.float
+    """0 = none"""
+    pinned: _builtins.bool
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        parent: _builtins.int = ...,
+        ttl_s: _builtins.float = ...,
+        pinned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "parent", b"parent", "pinned", b"pinned", "ttl_s", b"ttl_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyRule: _TypeAlias = PolicyRule  # noqa: Y015
+
+@_typing.final
+class PolicyTable(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    RULES_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """hash of the rules"""
+    @_builtins.property
+    def rules(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyRule]: ...
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        rules: _abc.Iterable[Global___PolicyRule] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rules", b"rules", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PolicyTable: _TypeAlias = PolicyTable  # noqa: Y015
 
 @_typing.final
 class HeartbeatRequest(_message.Message):
@@ -1067,17 +1427,28 @@ class HeartbeatRequest(_message.Message):
     COUNTERS_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     LEAVING_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    POLICIES_VERSION_FIELD_NUMBER: _builtins.int
+    POLICY_BYTES_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     boot: _builtins.int
     blocks: _builtins.int
     leaving: _builtins.bool
     """the last one: it stops now, and is dead at once"""
+    policies_version: _builtins.int
+    """of the table that it has; 0 = none"""
     @_builtins.property
     def volumes(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Volume]:
         """those in service: one that is not listed is not live (rule 4)"""
 
     @_builtins.property
     def counters(self) -> Global___Counters: ...
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierCounters]: ...
+    @_builtins.property
+    def policy_bytes(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyBytes]:
+        """of the owned blocks that it holds, by their nearest policy"""
+
     def __init__(
         self,
         *,
@@ -1087,10 +1458,13 @@ class HeartbeatRequest(_message.Message):
         counters: Global___Counters | None = ...,
         blocks: _builtins.int = ...,
         leaving: _builtins.bool = ...,
+        tiers: _abc.Iterable[Global___TierCounters] | None = ...,
+        policies_version: _builtins.int = ...,
+        policy_bytes: _abc.Iterable[Global___PolicyBytes] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot", b"boot", "counters", b"counters", "leaving", b"leaving", "node", b"node", "volumes", b"volumes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot", b"boot", "counters", b"counters", "leaving", b"leaving", "node", b"node", "policies_version", b"policies_version", "policy_bytes", b"policy_bytes", "tiers", b"tiers", "volumes", b"volumes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1105,28 +1479,54 @@ class Command(_message.Message):
     REGISTER_FIELD_NUMBER: _builtins.int
     FULL_REPORT_FIELD_NUMBER: _builtins.int
     UNLINK_FIELD_NUMBER: _builtins.int
+    REPORT_AGAIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def register(self) -> Global___Reregister: ...
     @_builtins.property
     def full_report(self) -> Global___FullReport: ...
     @_builtins.property
     def unlink(self) -> Global___Unlink: ...
+    @_builtins.property
+    def report_again(self) -> Global___ReportAgain: ...
     def __init__(
         self,
         *,
         register: Global___Reregister | None = ...,
         full_report: Global___FullReport | None = ...,
         unlink: Global___Unlink | None = ...,
+        report_again: Global___ReportAgain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "full_report", b"full_report", "register", b"register", "unlink", b"unlink"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "full_report", b"full_report", "register", b"register", "report_again", b"report_again", "unlink", b"unlink"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "full_report", b"full_report", "register", b"register", "unlink", b"unlink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "full_report", b"full_report", "register", b"register", "report_again", b"report_again", "unlink", b"unlink"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["register", "full_report", "unlink"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["register", "full_report", "unlink", "report_again"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
 Global___Command: _TypeAlias = Command  # noqa: Y015
+
+@_typing.final
+class ReportAgain(_message.Message):
+    """They count for another policy by now: the reply to their next report says for which."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    block_ids: _builtins.bytes
+    """16 bytes each"""
+    def __init__(
+        self,
+        *,
+        block_ids: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportAgain: _TypeAlias = ReportAgain  # noqa: Y015
 
 @_typing.final
 class Reregister(_message.Message):
@@ -1186,6 +1586,8 @@ class HeartbeatReply(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     COMMANDS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    POLICIES_FIELD_NUMBER: _builtins.int
+    OVER_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     sequence: _builtins.int
     """durable"""
@@ -1193,6 +1595,14 @@ class HeartbeatReply(_message.Message):
     """another one than at the registration: register again before anything is obeyed"""
     @_builtins.property
     def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___Command]: ...
+    @_builtins.property
+    def policies(self) -> Global___PolicyTable:
+        """only when the worker has another version"""
+
+    @_builtins.property
+    def over(self) -> _containers.RepeatedCompositeFieldContainer[Global___PolicyBytes]:
+        """by how much it is to reduce what it holds of a policy and of those below it"""
+
     def __init__(
         self,
         *,
@@ -1200,10 +1610,12 @@ class HeartbeatReply(_message.Message):
         sequence: _builtins.int = ...,
         commands: _abc.Iterable[Global___Command] | None = ...,
         incarnation: _builtins.int = ...,
+        policies: Global___PolicyTable | None = ...,
+        over: _abc.Iterable[Global___PolicyBytes] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policies", b"policies"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "commands", b"commands", "incarnation", b"incarnation", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "commands", b"commands", "incarnation", b"incarnation", "over", b"over", "policies", b"policies", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1353,7 +1765,9 @@ class ReportReply(_message.Message):
         """per id of the full piece"""
 
     @_builtins.property
-    def held_policy(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def held_policy(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """per held id the nearest policy of its entry; 0 = none"""
+
     @_builtins.property
     def full_policy(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property

@@ -90,6 +90,21 @@ class MasterStub(object):
                 request_serializer=kvstore_dot_pb_dot_master__pb2.EventsRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_master__pb2.EventsReply.FromString,
                 _registered_method=True)
+        self.SetPolicy = channel.unary_unary(
+                '/kvstore.pb.Master/SetPolicy',
+                request_serializer=kvstore_dot_pb_dot_master__pb2.SetPolicyRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_master__pb2.PolicyReply.FromString,
+                _registered_method=True)
+        self.GetPolicy = channel.unary_unary(
+                '/kvstore.pb.Master/GetPolicy',
+                request_serializer=kvstore_dot_pb_dot_master__pb2.GetPolicyRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_master__pb2.PolicyReply.FromString,
+                _registered_method=True)
+        self.ListPolicies = channel.unary_unary(
+                '/kvstore.pb.Master/ListPolicies',
+                request_serializer=kvstore_dot_pb_dot_master__pb2.ListPoliciesRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_master__pb2.ListPoliciesReply.FromString,
+                _registered_method=True)
         self.Register = channel.unary_unary(
                 '/kvstore.pb.Master/Register',
                 request_serializer=kvstore_dot_pb_dot_master__pb2.RegisterRequest.SerializeToString,
@@ -176,6 +191,24 @@ class MasterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetPolicy(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetPolicy(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListPolicies(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Register(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -246,6 +279,21 @@ def add_MasterServicer_to_server(servicer, server):
                     servicer.Events,
                     request_deserializer=kvstore_dot_pb_dot_master__pb2.EventsRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_master__pb2.EventsReply.SerializeToString,
+            ),
+            'SetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetPolicy,
+                    request_deserializer=kvstore_dot_pb_dot_master__pb2.SetPolicyRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_master__pb2.PolicyReply.SerializeToString,
+            ),
+            'GetPolicy': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetPolicy,
+                    request_deserializer=kvstore_dot_pb_dot_master__pb2.GetPolicyRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_master__pb2.PolicyReply.SerializeToString,
+            ),
+            'ListPolicies': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPolicies,
+                    request_deserializer=kvstore_dot_pb_dot_master__pb2.ListPoliciesRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_master__pb2.ListPoliciesReply.SerializeToString,
             ),
             'Register': grpc.unary_unary_rpc_method_handler(
                     servicer.Register,
@@ -539,6 +587,87 @@ class Master(object):
             '/kvstore.pb.Master/Events',
             kvstore_dot_pb_dot_master__pb2.EventsRequest.SerializeToString,
             kvstore_dot_pb_dot_master__pb2.EventsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.pb.Master/SetPolicy',
+            kvstore_dot_pb_dot_master__pb2.SetPolicyRequest.SerializeToString,
+            kvstore_dot_pb_dot_master__pb2.PolicyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.pb.Master/GetPolicy',
+            kvstore_dot_pb_dot_master__pb2.GetPolicyRequest.SerializeToString,
+            kvstore_dot_pb_dot_master__pb2.PolicyReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPolicies(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.pb.Master/ListPolicies',
+            kvstore_dot_pb_dot_master__pb2.ListPoliciesRequest.SerializeToString,
+            kvstore_dot_pb_dot_master__pb2.ListPoliciesReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,9 @@ class MasterStub:
     Statfs: _grpc.UnaryUnaryMultiCallable[_master_pb2.StatfsRequest, _master_pb2.StatfsReply]
     ClusterMap: _grpc.UnaryUnaryMultiCallable[_master_pb2.ClusterMapRequest, _master_pb2.ClusterMapReply]
     Events: _grpc.UnaryUnaryMultiCallable[_master_pb2.EventsRequest, _master_pb2.EventsReply]
+    SetPolicy: _grpc.UnaryUnaryMultiCallable[_master_pb2.SetPolicyRequest, _master_pb2.PolicyReply]
+    GetPolicy: _grpc.UnaryUnaryMultiCallable[_master_pb2.GetPolicyRequest, _master_pb2.PolicyReply]
+    ListPolicies: _grpc.UnaryUnaryMultiCallable[_master_pb2.ListPoliciesRequest, _master_pb2.ListPoliciesReply]
     Register: _grpc.UnaryUnaryMultiCallable[_master_pb2.RegisterRequest, _master_pb2.RegisterReply]
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_master_pb2.HeartbeatRequest, _master_pb2.HeartbeatReply]
     Report: _grpc.UnaryUnaryMultiCallable[_master_pb2.ReportRequest, _master_pb2.ReportReply]
@@ -74,6 +77,9 @@ class MasterAsyncStub(MasterStub):
     Statfs: _aio.UnaryUnaryMultiCallable[_master_pb2.StatfsRequest, _master_pb2.StatfsReply]  # type: ignore[assignment]
     ClusterMap: _aio.UnaryUnaryMultiCallable[_master_pb2.ClusterMapRequest, _master_pb2.ClusterMapReply]  # type: ignore[assignment]
     Events: _aio.UnaryUnaryMultiCallable[_master_pb2.EventsRequest, _master_pb2.EventsReply]  # type: ignore[assignment]
+    SetPolicy: _aio.UnaryUnaryMultiCallable[_master_pb2.SetPolicyRequest, _master_pb2.PolicyReply]  # type: ignore[assignment]
+    GetPolicy: _aio.UnaryUnaryMultiCallable[_master_pb2.GetPolicyRequest, _master_pb2.PolicyReply]  # type: ignore[assignment]
+    ListPolicies: _aio.UnaryUnaryMultiCallable[_master_pb2.ListPoliciesRequest, _master_pb2.ListPoliciesReply]  # type: ignore[assignment]
     Register: _aio.UnaryUnaryMultiCallable[_master_pb2.RegisterRequest, _master_pb2.RegisterReply]  # type: ignore[assignment]
     Heartbeat: _aio.UnaryUnaryMultiCallable[_master_pb2.HeartbeatRequest, _master_pb2.HeartbeatReply]  # type: ignore[assignment]
     Report: _aio.UnaryUnaryMultiCallable[_master_pb2.ReportRequest, _master_pb2.ReportReply]  # type: ignore[assignment]
@@ -156,6 +162,27 @@ class MasterServicer(metaclass=_abc_1.ABCMeta):
         request: _master_pb2.EventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_master_pb2.EventsReply, _abc.Awaitable[_master_pb2.EventsReply]]: ...
+
+    @_abc_1.abstractmethod
+    def SetPolicy(
+        self,
+        request: _master_pb2.SetPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_master_pb2.PolicyReply, _abc.Awaitable[_master_pb2.PolicyReply]]: ...
+
+    @_abc_1.abstractmethod
+    def GetPolicy(
+        self,
+        request: _master_pb2.GetPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_master_pb2.PolicyReply, _abc.Awaitable[_master_pb2.PolicyReply]]: ...
+
+    @_abc_1.abstractmethod
+    def ListPolicies(
+        self,
+        request: _master_pb2.ListPoliciesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_master_pb2.ListPoliciesReply, _abc.Awaitable[_master_pb2.ListPoliciesReply]]: ...
 
     @_abc_1.abstractmethod
     def Register(

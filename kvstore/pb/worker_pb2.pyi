@@ -184,3 +184,85 @@ class WorkerStatReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerStatReply: _TypeAlias = WorkerStatReply  # noqa: Y015
+
+@_typing.final
+class DescribeRequest(_message.Message):
+    """What this worker knows of blocks that it has. Nobody's heat rises by it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESSES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def addresses(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Address]: ...
+    def __init__(
+        self,
+        *,
+        addresses: _abc.Iterable[_common_pb2.Address] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeRequest: _TypeAlias = DescribeRequest  # noqa: Y015
+
+@_typing.final
+class BlockInfo(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HERE_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    HEAT_FIELD_NUMBER: _builtins.int
+    IDLE_S_FIELD_NUMBER: _builtins.int
+    EXPIRES_S_FIELD_NUMBER: _builtins.int
+    PINNED_FIELD_NUMBER: _builtins.int
+    here: _builtins.bool
+    tier: _builtins.str
+    heat: _builtins.float
+    """touches just now that it is worth; halved with each turnover of the worker"""
+    idle_s: _builtins.float
+    """since its last use here"""
+    expires_s: _builtins.float
+    """from now; negative: it has no TTL"""
+    pinned: _builtins.bool
+    """and the pin holds here"""
+    def __init__(
+        self,
+        *,
+        here: _builtins.bool = ...,
+        tier: _builtins.str = ...,
+        heat: _builtins.float = ...,
+        idle_s: _builtins.float = ...,
+        expires_s: _builtins.float = ...,
+        pinned: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_s", b"expires_s", "heat", b"heat", "here", b"here", "idle_s", b"idle_s", "pinned", b"pinned", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockInfo: _TypeAlias = BlockInfo  # noqa: Y015
+
+@_typing.final
+class DescribeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockInfo]:
+        """in the order of the addresses"""
+
+    def __init__(
+        self,
+        *,
+        blocks: _abc.Iterable[Global___BlockInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DescribeReply: _TypeAlias = DescribeReply  # noqa: Y015

@@ -42,6 +42,11 @@ class WorkerStub(object):
                 request_serializer=kvstore_dot_pb_dot_worker__pb2.WorkerStatRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_worker__pb2.WorkerStatReply.FromString,
                 _registered_method=True)
+        self.Describe = channel.unary_unary(
+                '/kvstore.pb.Worker/Describe',
+                request_serializer=kvstore_dot_pb_dot_worker__pb2.DescribeRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_worker__pb2.DescribeReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -56,6 +61,12 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Describe(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -63,6 +74,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Stat,
                     request_deserializer=kvstore_dot_pb_dot_worker__pb2.WorkerStatRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_worker__pb2.WorkerStatReply.SerializeToString,
+            ),
+            'Describe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Describe,
+                    request_deserializer=kvstore_dot_pb_dot_worker__pb2.DescribeRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_worker__pb2.DescribeReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -95,6 +111,33 @@ class Worker(object):
             '/kvstore.pb.Worker/Stat',
             kvstore_dot_pb_dot_worker__pb2.WorkerStatRequest.SerializeToString,
             kvstore_dot_pb_dot_worker__pb2.WorkerStatReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Describe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.pb.Worker/Describe',
+            kvstore_dot_pb_dot_worker__pb2.DescribeRequest.SerializeToString,
+            kvstore_dot_pb_dot_worker__pb2.DescribeReply.FromString,
             options,
             channel_credentials,
             insecure,

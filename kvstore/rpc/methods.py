@@ -30,10 +30,14 @@ SET_ATTR = Method("/kvstore.pb.Master/SetAttr", m.SetAttrRequest, m.SetAttrReply
 STATFS = Method("/kvstore.pb.Master/Statfs", m.StatfsRequest, m.StatfsReply, True)
 CLUSTER_MAP = Method("/kvstore.pb.Master/ClusterMap", m.ClusterMapRequest, m.ClusterMapReply, True)
 EVENTS = Method("/kvstore.pb.Master/Events", m.EventsRequest, m.EventsReply, True)
+SET_POLICY = Method("/kvstore.pb.Master/SetPolicy", m.SetPolicyRequest, m.PolicyReply, True)
+GET_POLICY = Method("/kvstore.pb.Master/GetPolicy", m.GetPolicyRequest, m.PolicyReply, True)
+LIST_POLICIES = Method("/kvstore.pb.Master/ListPolicies", m.ListPoliciesRequest, m.ListPoliciesReply, True)
 REGISTER = Method("/kvstore.pb.Master/Register", m.RegisterRequest, m.RegisterReply, True)
 HEARTBEAT = Method("/kvstore.pb.Master/Heartbeat", m.HeartbeatRequest, m.HeartbeatReply, True)
 REPORT = Method("/kvstore.pb.Master/Report", m.ReportRequest, m.ReportReply, False)
 WORKER_STAT = Method("/kvstore.pb.Worker/Stat", w.WorkerStatRequest, w.WorkerStatReply, True)
+WORKER_DESCRIBE = Method("/kvstore.pb.Worker/Describe", w.DescribeRequest, w.DescribeReply, True)
 
 LIST = Method("/kvstore.pb.Master/List", m.ListRequest, m.ListPage, True)
 """Streams its reply; one page here is one message."""

@@ -20,6 +20,7 @@ STATUS: dict[type[KvError], grpc.StatusCode] = {
     errors.InvalidRequest: _S.INVALID_ARGUMENT,
     errors.NameTooLong: _S.INVALID_ARGUMENT,
     errors.TooLarge: _S.OUT_OF_RANGE,
+    errors.OtherPolicy: _S.FAILED_PRECONDITION,
     errors.NotFound: _S.NOT_FOUND,
     errors.AlreadyExists: _S.ALREADY_EXISTS,
     errors.NotEmpty: _S.FAILED_PRECONDITION,

@@ -37,12 +37,22 @@ class Block:
     """It was read, or came back after its eviction."""
     moving: bool = False
     """A copy of it to another volume is under way."""
+    used_s: float = 0.0
+    """Its last use (monotonic). Idle time of former processes counts: it may be before this one began."""
+    policy: int = 0
+    """The nearest one that holds for its entry, as the master said; 0 = none."""
+    pinned: bool = False
+    """Never evicted: its pin holds on its volume (`Pins`)."""
     shielded_until_s: float = 0.0
     """Served to a peer, which is about to name itself a replica (rule 12)."""
 
     @property
     def id(self) -> BlockId:
         return self.address.block
+
+    @property
+    def is_movable(self) -> bool:
+        return self.owned and not self.leaving and not self.moving
 
     @property
     def path(self) -> str:

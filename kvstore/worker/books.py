@@ -26,6 +26,8 @@ class Books:
     """What the file system had free above the floor at the last look, less what was given away since and not yet
     written.
     """
+    in_motion: int = 0
+    """Bytes given away or settled so far: what moved while the disk was looked at, the look may have missed."""
 
     @property
     def used(self) -> int:
@@ -39,6 +41,7 @@ class Books:
         """Give `size` bytes away as staging."""
         self.staging += size
         self.slack -= size
+        self.in_motion += size
 
     def give_back(self, size: int) -> None:
         """Staging that was unlinked, and nobody holds it."""
@@ -50,6 +53,7 @@ class Books:
         self.staging -= taken
         self.blocks += kept
         self.slack += taken - kept
+        self.in_motion += kept
 
     def free_block(self, size: int) -> None:
         """A block was unlinked, and nobody holds it."""
@@ -75,6 +79,10 @@ class Books:
     def look(self, disk_free: int, unwritten: int) -> None:
         """What statvfs said; `unwritten` of what was given away will still be taken from it."""
         self.slack = disk_free - self.floor - unwritten
+
+    def found_full(self) -> None:
+        """The operating system said so: nothing is given away before the next look."""
+        self.slack = min(self.slack, 0)
 
     def missing(self, size: int) -> int:
         """Bytes to free before `size` can be given away; 0 or less when there is room."""

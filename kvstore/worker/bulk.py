@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -85,6 +86,7 @@ class Bulk:
 
     async def _receive(self, request: w.WriteRequest, session: int, frames: AsyncIterator[bytes]) -> w.WriteReply:
         async with self._staging.private(request.length_bytes) as (staged, sink):
+            sink.guard = partial(self._store.despite_full_disk, staged.volume)
             try:
                 async for frame in frames:
                     if sink.length_bytes + len(frame) > request.length_bytes:

@@ -7,6 +7,7 @@ the bytes) and close on exec.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -25,6 +26,8 @@ _NO_FILE = (errno.ELOOP, errno.ENXIO, errno.ENODEV)
 """What open says to links, sockets and devices; of a regular file the last two mean that its drive is gone."""
 FATAL_ERRNOS = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.EUCLEAN, errno.ESHUTDOWN)
 """After one of these a drive is not trusted any more: its volume goes out of service."""
+FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+"""The disk's other users have filled it: nothing is wrong with the drive."""
 
 
 class NotAFile(OSError):
@@ -182,11 +185,16 @@ class Disk:
         temporary = f"{path}.new"
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            self.write(fd, data, 0)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.rename(temporary, path)
+            try:
+                self.write(fd, data, 0)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.rename(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)  # on a full disk half a file would only be in the way
+            raise
         self.sync_directory(os.path.dirname(path))
 
     def sync_directory(self, path: str) -> None:
@@ -207,7 +215,7 @@ def disk_error(error: OSError, where: str) -> KvError:
     """What a caller is told of a failed system call. Never NotFound: only readers know of a miss."""
     text = f"{where}: {error.strerror}"
     match error.errno:
-        case errno.ENOSPC | errno.EDQUOT:
+        case number if number in FULL_ERRNOS:
             return NoSpace(f"{text}; the disk's other users filled it below the volume's capacity")
         case errno.EMFILE | errno.ENFILE | errno.ENOMEM:
             return Overloaded(f"{text}; raise the limit of open files of the worker")

@@ -10,6 +10,7 @@ from kvstore.core.types import BlockId
 from kvstore.worker import lease
 from kvstore.worker.background import Background
 from kvstore.worker.block import Block
+from kvstore.worker.counters import Reason
 from kvstore.worker.disk import Disk
 from kvstore.worker.held import HeldBytes, HeldFiles, unlink_watched
 from kvstore.worker.lease import Holders
@@ -70,16 +71,13 @@ class Evictor:
         blocks = self._candidates(volume, need_bytes + extra)
         held = await self._store.runtime.in_thread(self._probe, [block.path for block in blocks])
         candidates = [Candidate(block.used_bytes, is_held) for block, is_held in zip(blocks, held, strict=True)]
-        return await self.evict([blocks[i] for i in choose(candidates, need_bytes, extra)])
+        reason = Reason.FLOOR if volume.books.is_disk_full else Reason.CAPACITY
+        return await self.evict([blocks[i] for i in choose(candidates, need_bytes, extra)], reason)
 
     def _candidates(self, volume: Volume, size_bytes: int) -> list[Block]:
         """Twice what is needed, so that there is a choice between held and not held; the coldest first."""
         now = self._store.runtime.monotonic_s()
-        fair = (
-            b
-            for b in self._store.coldest(volume)
-            if b.owned and not b.leaving and not b.moving and b.shielded_until_s <= now
-        )
+        fair = (b for b in self._store.coldest(volume) if b.is_movable and not b.pinned and b.shielded_until_s <= now)
         found, total = [], 0
         for block in itertools.islice(fair, MAX_VICTIMS):
             found.append(block)
@@ -102,7 +100,7 @@ class Evictor:
         finally:
             self._disk.close(fd)
 
-    async def evict(self, blocks: Sequence[Block]) -> int:
+    async def evict(self, blocks: Sequence[Block], reason: Reason) -> int:
         """Say that they are nowhere, await the reply, unlink. Without a master the cap still holds: unlink, report
         later.
         """
@@ -114,17 +112,14 @@ class Evictor:
         for block in going:
             self._store.heat.evicted(block)
         await self._announce([block.id for block in going])
-        freed = await self._drop(going)
-        self._store.counters.evictions += len(going)
-        self._store.counters.evicted_bytes += freed
-        return freed
+        return await self._drop(going, reason)
 
-    async def drop(self, blocks: Sequence[Block]) -> int:
+    async def drop(self, blocks: Sequence[Block], reason: Reason = Reason.REMOVED) -> int:
         """Unlink blocks that are dead; the next report says so."""
         going = [block for block in blocks if not block.leaving and self._store.get(block.id) is block]
         for block in going:
             block.leaving = True
-        return await self._drop(going)
+        return await self._drop(going, reason)
 
     async def unlink_left(self, path: str, volume: Volume, used_bytes: int) -> None:
         """Unlink a file whose bytes are in the volume's books as a block's, and which is none any more."""
@@ -135,9 +130,9 @@ class Evictor:
         self._release(volume, used_bytes, result)
         self._store.on_free()
 
-    async def _drop(self, blocks: Sequence[Block]) -> int:
+    async def _drop(self, blocks: Sequence[Block], reason: Reason) -> int:
         results = await self._store.runtime.in_thread(self._unlink, [block.path for block in blocks])
-        freed = sum(self._gone(block, result) for block, result in zip(blocks, results, strict=True))
+        freed = sum(self._gone(block, result, reason) for block, result in zip(blocks, results, strict=True))
         self._store.on_free()
         return freed
 
@@ -150,7 +145,7 @@ class Evictor:
                 results.append(error)
         return results
 
-    def _gone(self, block: Block, result: int | OSError | None) -> int:
+    def _gone(self, block: Block, result: int | OSError | None, reason: Reason) -> int:
         """The books after one unlink; returns the bytes that left the volume's blocks."""
         if isinstance(result, OSError):
             block.leaving = False
@@ -158,6 +153,7 @@ class Evictor:
             self._store.on_change(block.id)
             return 0
         self._store.forget(block)
+        self._store.counters.tiers[block.volume.tier].unlink(reason, block.used_bytes)
         self._release(block.volume, block.used_bytes, result)
         return block.used_bytes
 

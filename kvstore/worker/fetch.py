@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 
 from kvstore.core.errors import Corrupt, KvError, NoSpace, NotFound, Overloaded, Stale, Timeout, Unavailable
 from kvstore.core.limits import CONNECT_TIMEOUT_S, MIB, fetch_timeout_s, open_timeout_s
@@ -140,6 +141,8 @@ class Fetcher:
         return fetched
 
     async def _receive(self, peer: Peer, address: Address) -> Block | int:
+        if not self._store.in_service:
+            return await self._receive_to_scratch(peer, address)
         try:
             return await self._receive_to_keep(peer, address)
         except NoSpace:
@@ -151,6 +154,7 @@ class Fetcher:
             sink,
         ):
             try:
+                sink.guard = partial(self._store.despite_full_disk, staged.volume)
                 await self._stream(peer, address, sink)
                 state = sink.state()
             except OSError as error:

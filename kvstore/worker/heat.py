@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -14,27 +16,42 @@ from kvstore.worker.volume import Volume
 
 NOBODY: Final = 0
 """A client without a session (a peer): its touches make no burst."""
-FOUND: Final = Heat(-1.0, False)
-"""As a clock at 0 has it: of a block that was found at start, and of which nothing is remembered."""
+
+
+class Known(NamedTuple):
+    """What is remembered of a block that is here."""
+
+    heat: Heat
+    idle_s: float = 0.0
+    """Since its last use, as far as a worker ran."""
 
 
 class Remembered(NamedTuple):
     """What a restart takes over; scores as a clock at 0 has them."""
 
-    blocks: dict[BlockId, Heat]
+    blocks: dict[BlockId, Known]
     ghosts: Sequence[tuple[Content, Heat]]
     probation: float
 
 
+FOUND: Final = Known(Heat(-1.0, False))
+"""As a clock at 0 has it: of a block that was found at start, and of which nothing is remembered."""
+
+
 class HeatMap:
-    """The order of the blocks of each volume, by heat; all volumes share one clock."""
+    """The order of the blocks of each volume, by heat; all volumes share one clock.
+
+    Those whose pin holds have an order of their own: they are the coldest before long, and whoever looks for victims
+    would have to pass them all.
+    """
 
     def __init__(self, volumes: Sequence[Volume]) -> None:
         capacity = sum(volume.books.capacity for volume in volumes)
         self.clock, self.ghosts = Clock(capacity), Ghosts(capacity)
         self._bursts: Bursts[int] = Bursts()
         self._rankings: dict[int, Ranking[BlockId]] = {volume.id: Ranking() for volume in volumes}
-        self._remembered: dict[BlockId, Heat] = {}
+        self._pinned: dict[int, Ranking[BlockId]] = {volume.id: Ranking() for volume in volumes}
+        self._remembered: dict[BlockId, Known] = {}
 
     def came(self, block: Block, client: int, now_s: float) -> None:
         """It was written, or brought from a peer."""
@@ -42,8 +59,10 @@ class HeatMap:
         self.clock.admit(block.used_bytes)
 
     def found(self, block: Block) -> None:
-        """It was here at start."""
-        self._set(block, self._as_of_now(self._remembered.pop(block.id, FOUND)))
+        """It was here at start; its last use was so long before it was found."""
+        heat, idle_s = self._remembered.pop(block.id, FOUND)
+        self._set(block, self._as_of_now(heat))
+        block.used_s -= idle_s
 
     def touch(self, block: Block, client: int, now_s: float) -> None:
         """It was opened or read."""
@@ -51,30 +70,41 @@ class HeatMap:
 
     def moved(self, block: Block, source: Volume) -> None:
         """It lies in `block.volume` now, no longer in `source`."""
-        score = self._rankings[source.id].score(block.id)
-        self._rankings[source.id].discard(block.id)
+        for rankings in (self._rankings, self._pinned):
+            score = rankings[source.id].score(block.id)
+            if score is not None:
+                rankings[source.id].discard(block.id)
+                rankings[block.volume.id].set(block.id, score)
+
+    def repinned(self, block: Block) -> None:
+        """`block.pinned` may have changed."""
+        here, there = (self._pinned, self._rankings) if block.pinned else (self._rankings, self._pinned)
+        score = there[block.volume.id].score(block.id)
         if score is not None:
-            self._rankings[block.volume.id].set(block.id, score)
+            there[block.volume.id].discard(block.id)
+            here[block.volume.id].set(block.id, score)
 
     def gone(self, block: Block) -> None:
-        self._rankings[block.volume.id].discard(block.id)
+        self._ranking(block).discard(block.id)
 
     def evicted(self, block: Block) -> None:
         """It goes for want of room: should its content come back, it is not new."""
         self.ghosts.add(content_of(block), self.of(block))
 
     def of(self, block: Block) -> Heat:
-        score = self._rankings[block.volume.id].score(block.id)
+        score = self._ranking(block).score(block.id)
         return Heat(self.clock.now if score is None else score, block.proven)
 
-    def coldest(self, volume: Volume) -> Iterator[BlockId]:
-        """From the coldest up. Not to be changed while it is iterated."""
-        return (block for block, _ in self._rankings[volume.id].coldest())
+    def coldest(self, volume: Volume, *, pinned: bool = True) -> Iterator[BlockId]:
+        """From the coldest up, `pinned` ones too or not. Not to be changed while it is iterated."""
+        orders = [self._rankings[volume.id].coldest()]
+        if pinned and self._pinned[volume.id]:
+            orders.append(self._pinned[volume.id].coldest())
+        return (block for block, _ in heapq.merge(*orders, key=operator.itemgetter(1)))
 
-    def remember(self, blocks: Iterable[Block]) -> Remembered:
-        """`blocks`: all of them."""
-        ghosts = [(content, self._aged(heat)) for content, heat in self.ghosts]
-        return Remembered({block.id: self._aged(self.of(block)) for block in blocks}, ghosts, self.ghosts.probation)
+    def known(self, block: Block, clock: float, now_s: float) -> Known:
+        """What a restart takes over of a block: as things stood when the clock was at `clock`."""
+        return Known(aged(self.of(block), clock), now_s - block.used_s)
 
     def recall(self, remembered: Remembered) -> None:
         """What a former process knew; before the blocks are found."""
@@ -99,15 +129,21 @@ class HeatMap:
             return self.clock.now
         return self._bursts.touch(client, now_s, self.clock.now)
 
-    def _aged(self, heat: Heat) -> Heat:
-        return heat._replace(score=self.clock.age(heat.score))
-
     def _as_of_now(self, heat: Heat) -> Heat:
         return heat._replace(score=heat.score + self.clock.now)
 
     def _set(self, block: Block, heat: Heat) -> None:
-        self._rankings[block.volume.id].set(block.id, heat.score)
+        self._ranking(block).set(block.id, heat.score)
         block.proven = heat.proven
+
+    def _ranking(self, block: Block) -> Ranking[BlockId]:
+        pinned = self._pinned[block.volume.id]
+        return pinned if block.id in pinned else self._rankings[block.volume.id]
+
+
+def aged(heat: Heat, clock: float) -> Heat:
+    """As a clock at 0 has it."""
+    return heat._replace(score=heat.score - clock)
 
 
 def content_of(block: Block) -> Content:

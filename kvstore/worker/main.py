@@ -89,7 +89,7 @@ async def _until_stopped(worker: Worker, stopped: asyncio.Event) -> None:
 
 def _routes(worker: Worker) -> dict[str, Route]:
     metrics = Metrics("worker", __version__)
-    worker_metrics.watch(metrics, worker.store, worker.counters, worker.staging, worker.sessions)
+    worker_metrics.watch(metrics, worker)
     return health_routes(metrics, _alive(worker), _ready(worker))
 
 
@@ -141,6 +141,7 @@ def settings_of(config: WorkerConfig, accept_rollback: bool = False) -> Settings
         accept_rollback=accept_rollback,
         move_bytes_per_s=float(config.move_bytes_per_s),
         moves_at_a_time=config.moves_at_a_time,
+        pin_share=config.pin_share,
     )
 
 

@@ -10,6 +10,7 @@ import msgspec
 from kvstore.core.errors import Denied, InvalidRequest
 from kvstore.core.types import Seen
 from kvstore.runtime import Runtime
+from kvstore.worker.disk import FULL_ERRNOS
 from kvstore.worker.fences import Fences
 from kvstore.worker.identity import MAX_BOOTS
 from kvstore.worker.store import Store
@@ -118,4 +119,7 @@ class Membership:
                 try:
                     await runtime.in_thread(volume.write_identity, wanted)
                 except OSError as error:
-                    store.fail(volume, f"writing its identity: {error.strerror}")
+                    if error.errno in FULL_ERRNOS:  # the old one stands, and the next upkeep tries again
+                        log.warning("%s", store.explain(volume, error, "writing its identity"))
+                    else:
+                        store.fail(volume, f"writing its identity: {error.strerror}")

@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Final, NamedTuple, TypeVar
 
 from kvstore.core import mover as core
 from kvstore.core.errors import Corrupt, KvError, NoSpace
 from kvstore.core.limits import MIB
 from kvstore.core.types import TIERS, BlockId
+from kvstore.runtime import P
 from kvstore.worker.background import Background
 from kvstore.worker.block import Block
+from kvstore.worker.counters import Reason
 from kvstore.worker.disk import Disk
 from kvstore.worker.evict import Evictor
 from kvstore.worker.seal import Sealer
@@ -29,6 +32,7 @@ from kvstore.worker.verify import Verifier
 from kvstore.worker.volume import Volume
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 INTERVAL_S: Final = 0.25
 """Between two plans while nobody asks for one."""
@@ -36,6 +40,10 @@ PIECE_BYTES: Final = 4 * MIB
 """Copied by one thread in one go; the rate is kept between pieces."""
 PLAN_S: Final = 1.0
 """Moves of one plan take about so long at the allowed rate: what has become hot meanwhile need not wait longer."""
+AHEAD_S: Final = 2.0
+"""Moves that a writer waits for do not keep the pace: they may get so far ahead of it; background moves wait then."""
+MAX_SEEN: Final = 4096
+"""Blocks of a volume that a plan looks through for those that may move: a few milliseconds."""
 MAX_CANDIDATES: Final = 1024
 """The oldest go first: blocks that are used will come again."""
 
@@ -94,9 +102,18 @@ class Mover:
             return
         coldest = await self._coldest()
         plan = core.plan(tiers, coldest, candidates, round(self._pace.bytes_per_s * PLAN_S))
-        if plan.evictions:
-            await self._background.run(self._evictor.evict(self._blocks(e.id for e in plan.evictions)))
-        await self._carry_out(plan.moves)
+        await self._carry_out(plan)
+
+    async def demote(self, volume: Volume, need_bytes: int) -> int:
+        """Make room for somebody who waits on a volume, by giving its coldest blocks to the next tier: at once, but
+        never more than `AHEAD_S` ahead of the pace. Returns the bytes that moved (some may still be held by readers),
+        always 0 in the last tier. What has begun goes on when the caller is cancelled.
+        """
+        ahead_bytes = round(self._pace.bytes_per_s * (AHEAD_S - max(0.0, self._next_s - self._now_s())))
+        if volume.tier == self._store.in_service[-1].tier or ahead_bytes <= 0:
+            return 0
+        plan = core.shed(self._tiers(), await self._coldest(), volume.id, need_bytes, ahead_bytes)
+        return await self._carry_out(plan, is_awaited=True)
 
     def place_fetched(self, size_bytes: int) -> Volume | None:
         """The volume for a block from a peer, if one has room as it is: no reader waits for a move."""
@@ -104,68 +121,99 @@ class Mover:
         windows = {volume.id: self._window(volume) for volume in fastest}
         return self._volume(core.place_fetched(self._tiers(), windows, size_bytes, self._store.heat.clock.now))
 
-    async def _carry_out(self, moves: Sequence[core.Move[BlockId]]) -> None:
-        """In the order of the plan: what makes room comes before what takes it."""
-        queue = iter(moves)
+    async def _carry_out(self, plan: core.Plan[BlockId], *, is_awaited: bool = False) -> int:
+        """In the order of the plan: what makes room comes before what takes it. Returns the bytes that moved."""
+        await self._evict(plan.evictions)
+        queue = iter(plan.moves)
 
-        async def take() -> None:
-            for move in queue:
-                await self._background.run(self._move(move))
+        async def take() -> int:
+            return sum([await self._background.run(self._move(move, is_awaited)) for move in queue])
 
-        await asyncio.gather(*(take() for _ in range(self._pace.moves_at_a_time)))
+        return sum(await asyncio.gather(*(take() for _ in range(self._pace.moves_at_a_time))))
 
-    async def _move(self, move: core.Move[BlockId]) -> None:
+    async def _evict(self, evictions: Sequence[core.Eviction[BlockId]]) -> None:
+        by_reason: dict[Reason, list[Block]] = {}
+        for block in self._blocks(eviction.id for eviction in evictions):
+            reason = Reason.FLOOR if block.volume.books.is_disk_full else Reason.CAPACITY
+            by_reason.setdefault(reason, []).append(block)
+        for reason, blocks in by_reason.items():
+            await self._background.run(self._evictor.evict(blocks, reason))
+
+    async def _move(self, move: core.Move[BlockId], is_awaited: bool) -> int:
+        """Returns the bytes that moved, 0 when it came to nothing."""
         block, target = self._store.get(move.id), self._volume(move.target)
-        if block is None or target is None or not _is_movable(block) or block.volume.id != move.source:
-            return
+        if block is None or target is None or not block.is_movable or block.volume.id != move.source:
+            return 0
         block.moving = True
         try:
             async with self._staging.private_on(target, block.address.length_bytes) as (staged, sink):
-                await self._copy(block, sink)
+                sink.guard = partial(self._store.despite_full_disk, target)
+                await self._copy(block, target, sink, is_awaited)
                 path, volume = await self._sealer.move_in(block, staged, sink.state())
             await self._evictor.unlink_left(path, volume, block.used_bytes)
-            self._count(block, move)
+            return self._count(block, move)
         except NoSpace:
             pass  # others were quicker: the next plan sees what is left
         except (KvError, OSError) as error:
             log.warning("%s was not moved to %s: %s", block.path, target.path, error)
         finally:
             block.moving = False
+        return 0
 
-    def _count(self, block: Block, move: core.Move[BlockId]) -> None:
+    def _count(self, block: Block, move: core.Move[BlockId]) -> int:
         source = self._volume(move.source)
         if source is None or block.volume.id != move.target:
-            return
-        counters = self._store.counters
+            return 0
+        counters = self._store.counters.tiers[block.volume.tier]
         if TIERS.index(block.volume.tier) < TIERS.index(source.tier):
             counters.promotions += 1
             counters.promoted_bytes += move.size_bytes
         else:
             counters.demotions += 1
             counters.demoted_bytes += move.size_bytes
+        return move.size_bytes
 
-    async def _copy(self, block: Block, sink: Sink) -> None:
-        """Its bytes into the sink. Raises Corrupt when they are not what its name says, OSError."""
-        fd = await self._store.runtime.in_thread(self._disk.open_read, block.path)
+    async def _copy(self, block: Block, target: Volume, sink: Sink, is_awaited: bool) -> None:
+        """Its bytes into the sink. Raises Corrupt when they are not what its name says, and what `Store.explain` makes
+        of either disk's errors.
+        """
+        fd = await self._read(block, self._disk.open_read, block.path)
         try:
-            while sink.length_bytes < block.address.length_bytes:
-                await self._wait_for_pace(PIECE_BYTES)
-                piece = await self._store.runtime.in_thread(self._disk.read, fd, PIECE_BYTES, sink.length_bytes)
+            while left_bytes := block.address.length_bytes - sink.length_bytes:
+                size = min(PIECE_BYTES, left_bytes)
+                await self._wait_for_pace(size, is_awaited)
+                piece = await self._read(block, self._disk.read, fd, size, sink.length_bytes)
                 if not piece:
                     break
-                await sink.write(piece)
+                await self._write(target, sink, piece)
         finally:
             self._disk.close(fd)
         if sink.length_bytes != block.address.length_bytes or sink.digest() != block.address.hash:
             await self._verifier.verify(block)  # it goes to quarantine, unless somebody was just writing there
             raise Corrupt(f"{block.address}: other bytes than its hash says were read")
 
-    async def _wait_for_pace(self, size_bytes: int) -> None:
-        now = self._store.runtime.monotonic_s()
+    async def _read(self, block: Block, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        volume = block.volume
+        try:
+            return await self._store.runtime.in_thread(read, *args, **kwargs)
+        except OSError as error:
+            raise self._store.explain(volume, error, "reading a block to move it") from None
+
+    async def _write(self, target: Volume, sink: Sink, piece: bytes) -> None:
+        try:
+            await sink.write(piece)
+        except OSError as error:
+            raise self._store.explain(target, error, "writing a copy of a block") from None
+
+    async def _wait_for_pace(self, size_bytes: int, is_awaited: bool) -> None:
+        now = self._now_s()
         start = max(now, self._next_s)
         self._next_s = start + size_bytes / self._pace.bytes_per_s
-        if start > now:
+        if start > now and not is_awaited:
             await self._store.runtime.sleep(start - now)
+
+    def _now_s(self) -> float:
+        return self._store.runtime.monotonic_s()
 
     # ---- what the plan sees
 
@@ -188,24 +236,28 @@ class Mover:
         return {volume: [b._replace(held=next(marks)) for b in window] for volume, window in windows.items()}
 
     def _window(self, volume: Volume) -> list[core.Resident[BlockId]]:
-        return [self._resident(block) for block in itertools.islice(self._store.coldest(volume), core.WINDOW)]
+        """Without those that can neither move nor go: they would hide the ones behind them."""
+        is_last = volume.tier == self._store.in_service[-1].tier
+        seen = itertools.islice(self._store.coldest(volume), MAX_SEEN)
+        fair = (block for block in seen if block.is_movable and not (is_last and block.pinned))
+        return [self._resident(block) for block in itertools.islice(fair, core.WINDOW)]
 
     def _resident(self, block: Block) -> core.Resident[BlockId]:
-        movable = _is_movable(block)
+        movable = block.is_movable
         shielded = block.shielded_until_s > self._store.runtime.monotonic_s()
         return core.Resident(
             block.id,
             block.used_bytes,
             self._store.heat.of(block).score,
             movable=movable,
-            evictable=movable and not shielded,
+            evictable=movable and not shielded and not block.pinned,
         )
 
     def _take_candidates(self) -> list[core.Candidate[BlockId]]:
         """Those that cannot move yet (the master has not called them owned) are asked again."""
         blocks = self._blocks(self._candidates)
-        self._candidates = {block.id: None for block in blocks if not _is_movable(block)}
-        found = [block for block in blocks if _is_movable(block)]
+        self._candidates = {block.id: None for block in blocks if not block.is_movable}
+        found = [block for block in blocks if block.is_movable]
         return [core.Candidate(self._resident(block), block.volume.id, block.touches) for block in found]
 
     def _blocks(self, ids: Iterable[BlockId]) -> list[Block]:
@@ -220,10 +272,6 @@ class Mover:
 
     def _volume(self, id: int | None) -> Volume | None:
         return next((volume for volume in self._store.in_service if volume.id == id), None)
-
-
-def _is_movable(block: Block) -> bool:
-    return block.owned and not block.leaving and not block.moving
 
 
 def _is_over(space: core.Space) -> bool:

@@ -118,5 +118,5 @@ class Opener:
 
     def _opened(self, block: Block, fd: int, client: int) -> OpenBlock:
         self._store.touch(block, client)
-        self._store.counters.hits += 1
+        self._store.counters.hit(block.volume.tier)
         return OpenBlock(fd, local=True)

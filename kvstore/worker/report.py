@@ -11,10 +11,11 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore.core.errors import KvError
 from kvstore.core.limits import MAX_BATCH, REPORT_TIMEOUT_S
+from kvstore.core.policies import NONE
 from kvstore.core.types import BlockId
 from kvstore.pb import master_pb2 as m
 from kvstore.rpc.methods import REPORT, A, Method, Q
@@ -33,6 +34,15 @@ class MasterLink(Protocol):
     def call(self, method: Method[Q, A], request: Q, timeout_s: float) -> Awaitable[A]: ...
 
 
+class Judged(NamedTuple):
+    """What the master says of a block."""
+
+    block: BlockId
+    verdict: m.Verdict.ValueType
+    policy: int = NONE
+    """The nearest one of its entry, if it is owned."""
+
+
 class Listener(Protocol):
     """What the reporter leaves to others."""
 
@@ -42,7 +52,7 @@ class Listener(Protocol):
     def is_doomed(self, block: BlockId) -> bool:
         """Unowned and past its grace: to be made dead."""
 
-    def on_verdicts(self, verdicts: Sequence[tuple[BlockId, m.Verdict.ValueType]]) -> None: ...
+    def on_verdicts(self, verdicts: Sequence[Judged]) -> None: ...
 
     def is_judge(self, incarnation: int) -> bool:
         """Whether the master that answers is the one that has registered us: nothing else of it counts before."""
@@ -244,11 +254,9 @@ class Reporter:
         return _Message(request, held, nowhere, piece)
 
     def _take_verdicts(self, message: _Message, reply: m.ReportReply) -> None:
-        told = len(message.held), len(message.piece.ids) if message.piece else 0
-        if (len(reply.held), len(reply.full)) != told:
-            raise KvError("the master's reply to a report is malformed: verdicts do not fit the ids")
         full = message.piece.ids if message.piece else ()
-        self._listener.on_verdicts([*zip(message.held, reply.held, strict=True), *zip(full, reply.full, strict=True)])
+        held = _judged(message.held, reply.held, reply.held_policy)
+        self._listener.on_verdicts(held + _judged(full, reply.full, reply.full_policy))
         for waiter in self._waiters:
             waiter.missing.difference_update(message.nowhere)
             if not waiter.missing and not waiter.told.done():
@@ -269,6 +277,14 @@ class Reporter:
         if text and text != self._complaint:
             log.warning("no report reached the master: %s; trying on", text)
         self._complaint = text
+
+
+def _judged(ids: Sequence[BlockId], verdicts: Sequence[m.Verdict.ValueType], policies: Sequence[int]) -> list[Judged]:
+    """`policies` may be missing: then no block has one. Raises KvError when the lengths differ."""
+    policies = policies or [NONE] * len(ids)
+    if not len(ids) == len(verdicts) == len(policies):
+        raise KvError("the master's reply to a report is malformed: verdicts do not fit the ids")
+    return [Judged(*each) for each in zip(ids, verdicts, policies, strict=True)]
 
 
 def _packed(blocks: Iterable[BlockId]) -> bytes:

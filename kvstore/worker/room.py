@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from kvstore.config.units import format_size
 from kvstore.core.errors import NoSpace, Unavailable
-from kvstore.core.limits import ROOM_WAIT_S
+from kvstore.core.limits import KIB, MIB, ROOM_WAIT_S
 from kvstore.core.types import TIERS
 from kvstore.worker.disk import disk_bytes
 from kvstore.worker.evict import Evictor
@@ -22,6 +22,16 @@ HOPELESS_S = 2.0
 """So long after a wait in vain the next ones wait less, unless something becomes free."""
 HOPELESS_WAIT_S = 0.5
 """Two rounds of the probe that finds out whether an unlinked file is still open."""
+DEMOTING_SHARE = 0.5
+"""Of the time that somebody waits for room in a tier that is not the last: after that its blocks are evicted."""
+REFILL_WAIT_S = 1.0
+"""For room on a disk that its other users have filled: a reader may be waiting for the write."""
+REFILL_ROUNDS = 3
+"""What the first round unlinks or moves may be held by readers."""
+REFILL_SHARE, MIN_REFILL_BYTES, MAX_REFILL_BYTES = 32, 256 * KIB, 16 * MIB
+"""So much of the capacity has to be free beyond what the books demand: ext4 keeps 1/50 of its blocks, at most 4096 of
+them, for its own use, and statvfs calls them free.
+"""
 RETRY_S = 0.05
 """Wait for room nobody announced (other programs of the disk freed some) no longer than this before looking again."""
 
@@ -32,13 +42,16 @@ class _Hopeless(NamedTuple):
 
 
 class Room:
-    """`look(volume)` brings the books up to what the disk says; set by whoever wires the worker (staging needs room
-    first).
+    """Set by whoever wires the worker, as staging and mover need room first:
+
+    look     brings the books of a volume up to what the disk says
+    demote   moves so many of a volume's bytes to the next tier; returns those that moved, 0 where there is none
     """
 
     def __init__(self, store: Store, evictor: Evictor) -> None:
         self._store, self._evictor = store, evictor
         self.look: Callable[[Volume], Awaitable[None]] = _no_look
+        self.demote: Callable[[Volume, int], Awaitable[int]] = _no_demotion
         self._turns = {volume.id: asyncio.Lock() for volume in store.volumes}
         self._freed = asyncio.Event()
         self._hopeless: dict[int, _Hopeless] = {}
@@ -59,14 +72,18 @@ class Room:
         try:
             async with asyncio.timeout(self._patience(self._store.in_service, need, timeout_s)):
                 await self._store.scanned.wait()  # until then the books do not know what is there
+                demote_until_s = self._now_s() + DEMOTING_SHARE * timeout_s
                 while True:
+                    if (placed := place(need)) is not None and placed.books.free >= need:
+                        placed.books.take(need)
+                        return placed
                     volumes = self._candidates(need)
-                    for volume in (place(need), *volumes):
-                        if volume is not None and volume.books.free >= need:
+                    for volume in volumes:
+                        if volume.books.free >= need:
                             volume.books.take(need)
                             return volume
                     slowest = [v for v in volumes if v.tier == volumes[-1].tier]
-                    await self._make_room(max(slowest, key=_could_be_free), need)
+                    await self._make_room(max(slowest, key=_could_be_free), need, demote_until_s)
         except TimeoutError:
             for volume in self._store.in_service:
                 self._waited(volume, need, timeout_s)
@@ -80,20 +97,40 @@ class Room:
         volume.books.take(need)
 
     async def grow(self, volume: Volume, missing_bytes: Callable[[], int], timeout_s: float) -> None:
-        """The same on the volume where the file already lies. With no time to wait nothing is evicted.
+        """The same on the volume where the file already lies. With no time to wait nothing is looked at or evicted.
 
         `missing_bytes` is asked in each round: what was written without leave is counted meanwhile, and has to fit too.
+        The disk is looked at first: its writer may ask for more because the disk turned out to be full.
         """
         try:
             async with asyncio.timeout(self._patience([volume], missing_bytes(), timeout_s)):
+                demote_until_s = self._now_s() + DEMOTING_SHARE * timeout_s
+                if timeout_s > 0:
+                    await self.look(volume)
                 while volume.books.missing(more := missing_bytes()) > 0:
                     if more > volume.books.capacity or timeout_s <= 0:
                         raise self._no_space(more, [volume])
-                    await self._make_room(volume, more)
+                    await self._make_room(volume, more, demote_until_s)
         except TimeoutError:
             self._waited(volume, missing_bytes(), timeout_s)
             raise self._no_space(missing_bytes(), [volume]) from None
         volume.books.take(more)
+
+    async def refill(self, volume: Volume) -> bool:
+        """The disk of a volume turned out to be full: look at it, and evict what its other users have taken. Returns
+        whether what was given away can be written now.
+        """
+        volume.books.found_full()
+        spare = min(max(volume.books.capacity // REFILL_SHARE, MIN_REFILL_BYTES), MAX_REFILL_BYTES)
+        try:
+            async with asyncio.timeout(REFILL_WAIT_S):
+                demote_until_s = self._now_s() + DEMOTING_SHARE * REFILL_WAIT_S
+                for _ in range(REFILL_ROUNDS):
+                    if await self._is_made(volume, spare, demote_until_s):
+                        return volume.in_service
+        except TimeoutError:
+            pass
+        return False
 
     def _candidates(self, need: int) -> list[Volume]:
         """Disk volumes that could hold it: the fastest tier first, in it the freest."""
@@ -105,25 +142,39 @@ class Room:
             raise self._no_space(need, usable)
         return sorted(large, key=lambda v: (TIERS.index(v.tier), -v.books.free))
 
-    async def _make_room(self, volume: Volume, need: int) -> None:
-        """One round of eviction, one at a time on each volume; returns when it is worth looking again."""
+    async def _make_room(self, volume: Volume, need: int, demote_until_s: float) -> None:
+        """One round; returns when it is worth looking again."""
+        if not await self._is_made(volume, need, demote_until_s):
+            await self._wait()
+
+    async def _is_made(self, volume: Volume, need: int, demote_until_s: float) -> bool:
+        """One round of demotion or eviction, one at a time on each volume. Whether there is room then."""
         async with self._turns[volume.id]:
             await self.look(volume)
             missing = volume.books.missing(need)
             if missing <= 0:
-                return
+                return True
             self._freed.clear()
             # What is not there to be evicted cannot make room: then nothing is evicted for nothing.
-            if missing <= volume.books.blocks:
+            if missing <= volume.books.blocks and not await self._demoted(volume, missing, demote_until_s):
                 await self._evictor.make_room(volume, missing)
-                if volume.books.missing(need) <= 0:
-                    return
-        await self._wait()
+            return volume.books.missing(need) <= 0
+
+    async def _demoted(self, volume: Volume, missing: int, until_s: float) -> int:
+        """The bytes that went to the next tier; 0 when there is none, nothing can move, or the time is up."""
+        left_s = until_s - self._now_s()
+        if left_s <= 0:
+            return 0
+        try:
+            async with asyncio.timeout(left_s):
+                return await self.demote(volume, missing)
+        except TimeoutError:
+            return 0
 
     def _waited(self, volume: Volume, need: int, timeout_s: float) -> None:
         """In vain. A reader's short wait says nothing of a longer one."""
         if timeout_s >= ROOM_WAIT_S:
-            end_s = self._store.runtime.monotonic_s() + HOPELESS_S
+            end_s = self._now_s() + HOPELESS_S
             self._hopeless[volume.id] = _Hopeless(volume.books.missing(need), end_s)
 
     def _patience(self, volumes: Sequence[Volume], need: int, timeout_s: float) -> float:
@@ -136,8 +187,12 @@ class Room:
         whoever asks for one file after the other: a fork flushes each file that its process has open.
         """
         known = self._hopeless.get(volume.id)
-        now = self._store.runtime.monotonic_s()
-        return known is not None and now < known.until_s and volume.books.missing(need) >= known.missing_bytes
+        if known is None or self._now_s() >= known.until_s:
+            return False
+        return volume.books.missing(need) >= known.missing_bytes
+
+    def _now_s(self) -> float:
+        return self._store.runtime.monotonic_s()
 
     async def _wait(self) -> None:
         try:
@@ -163,6 +218,10 @@ def _advice(size_bytes: int, volumes: Sequence[Volume]) -> str:
 
 async def _no_look(volume: Volume) -> None:
     return
+
+
+async def _no_demotion(volume: Volume, need_bytes: int) -> int:
+    return 0
 
 
 def _could_be_free(volume: Volume) -> int:

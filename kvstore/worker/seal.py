@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import NamedTuple
 
-from kvstore.core.errors import InvalidRequest, TooLarge
+from kvstore.core.errors import InvalidRequest, NoSpace, TooLarge
 from kvstore.core.limits import LEASE_WAIT_S
 from kvstore.core.types import Address, BlockId
+from kvstore.filecut import is_cut
 from kvstore.filehash import hash_file
 from kvstore.worker import lease
 from kvstore.worker.background import Background
@@ -45,11 +47,13 @@ class Sealer:
 
     def start(self, staged: Staged, claim: Claim | None) -> asyncio.Task[Block]:
         """`seal`, to be awaited through `asyncio.shield` by all who want this block."""
+        staged.check_whole()
         staged.busy = True  # here, not in the task: two requests may arrive together
         return self._background.spawn(self._claimed(staged, claim, keep=False))
 
     async def seal_copy(self, staged: Staged) -> Block:
         """A copy of the file becomes a block; the file stays in staging and goes on being written."""
+        staged.check_whole()
         staged.busy = True
         return await self._background.run(self._claimed(staged, None, keep=True))
 
@@ -81,7 +85,7 @@ class Sealer:
     async def _move_in(self, block: Block, staged: Staged, state: FileState) -> tuple[str, Volume]:
         path = staged.volume.block_path(block.address)
         try:
-            stamp = await self._store.runtime.in_thread(self._move, staged, path, state)
+            stamp = await self._renamed(staged, path, state)
         except OSError as error:
             staged.busy = False
             raise self._store.explain(staged.volume, error, "renaming a copy to its address") from None
@@ -118,6 +122,8 @@ class Sealer:
 
     def _checked(self, fd: int) -> FileState:
         state = self._disk.fstat(fd)
+        if is_cut(fd):  # by its client, who knows why
+            raise NoSpace("the file was emptied for want of room; abort it, and write the block again")
         if state.size_bytes == 0:
             raise InvalidRequest(
                 "an empty file is no block: publish the name without an address, and abort the staging"
@@ -153,7 +159,8 @@ class Sealer:
         size = self._checked(fd).size_bytes
         async with self._staging.private(size) as (copy, sink):
             try:
-                length = await self._store.runtime.in_thread(self._disk.copy, fd, sink.fd, size)
+                copied = partial(self._store.runtime.in_thread, self._disk.copy, fd, sink.fd, size)
+                length = await self._store.despite_full_disk(copy.volume, copied)
             except OSError as error:
                 raise self._store.explain(copy.volume, error, "copying a staging file") from None
             if length == 0:
@@ -168,7 +175,7 @@ class Sealer:
     async def _rename(self, staged: Staged, address: Address, session: int, state: FileState) -> Block:
         target = staged.volume.block_path(address)
         try:
-            stamp = await self._store.runtime.in_thread(self._move, staged, target, state)
+            stamp = await self._renamed(staged, target, state)
         except OSError as error:
             self._give_up(address.block)
             staged.busy = False
@@ -176,7 +183,14 @@ class Sealer:
         self._staging.became_block(staged, address.length_bytes)
         if session != PRIVATE:
             self._store.counters.written_bytes += address.length_bytes
+        else:
+            self._store.counters.fetched_bytes += address.length_bytes
         return self._store.add(address, staged.volume, session, stamp)
+
+    async def _renamed(self, staged: Staged, target: str, hashed: FileState) -> Stamp | None:
+        """A rename may need a block for its directory."""
+        move = partial(self._store.runtime.in_thread, self._move, staged, target, hashed)
+        return await self._store.despite_full_disk(staged.volume, move)
 
     def _move(self, staged: Staged, target: str, hashed: FileState) -> Stamp | None:
         """Rename it. Returns its stamp from then on (a rename sets the ctime); None, to be verified at its first use,

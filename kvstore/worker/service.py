@@ -1,19 +1,22 @@
-"""The gRPC face of the worker: `Stat`, and raw frames (identity serializers, see `rpc.link`)."""
+"""The gRPC face of the worker: `Stat`, `Describe`, and raw frames (identity serializers, see `rpc.link`)."""
 
 # ruff: noqa: N802 - the names of the methods are the wire's
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from kvstore.core.errors import Denied
+from kvstore.core.errors import Denied, InvalidRequest
+from kvstore.core.limits import MAX_BATCH
+from kvstore.core.types import Address
 from kvstore.pb import worker_pb2 as w
 from kvstore.pb import worker_pb2_grpc
 from kvstore.rpc import server
+from kvstore.rpc.entries import address_from_pb
 from kvstore.rpc.metadata import Caller
 from kvstore.rpc.methods import READ_PATH, WRITE_PATH
 from kvstore.worker.bulk import Bulk
@@ -24,10 +27,16 @@ WRITE = WRITE_PATH.rpartition("/")[2]
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """`stat` answers for the worker; `cluster` says which one it belongs to now."""
+    """`stat` answers for the worker, `describe` for some of its blocks; `cluster` says which one it belongs to now."""
 
-    def __init__(self, stat: Callable[[], w.WorkerStatReply], bulk: Bulk, cluster: Callable[[], str]) -> None:
-        self._stat, self._bulk, self._cluster = stat, bulk, cluster
+    def __init__(
+        self,
+        stat: Callable[[], w.WorkerStatReply],
+        describe: Callable[[Sequence[Address]], Sequence[w.BlockInfo]],
+        bulk: Bulk,
+        cluster: Callable[[], str],
+    ) -> None:
+        self._stat, self._describe, self._bulk, self._cluster = stat, describe, bulk, cluster
 
     def add_to(self, grpc_server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_WorkerServicer_to_server(self, grpc_server)
@@ -43,6 +52,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Stat(self, request: w.WorkerStatRequest, caller: Caller) -> w.WorkerStatReply:
         self._welcome(caller)
         return self._stat()
+
+    @server.unary
+    async def Describe(self, request: w.DescribeRequest, caller: Caller) -> w.DescribeReply:
+        self._welcome(caller)
+        if len(request.addresses) > MAX_BATCH:
+            raise InvalidRequest(f"{len(request.addresses)} blocks are too many for one call; at most {MAX_BATCH}")
+        return w.DescribeReply(blocks=self._describe([address_from_pb(each) for each in request.addresses]))
 
     @server.streaming
     async def read(self, data: bytes, caller: Caller) -> AsyncIterator[bytes]:

@@ -38,3 +38,5 @@ class Settings(NamedTuple):
     accept_rollback: bool = False
     move_bytes_per_s: float = 512e6
     moves_at_a_time: int = 2
+    pin_share: float = 0.5
+    """Of each volume's capacity, that pinned blocks may take at most."""

@@ -7,12 +7,16 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncIterator, Coroutine, Iterable
+from functools import partial
 from typing import NamedTuple
 
-from kvstore.core.errors import InvalidRequest, KvError, NotFound, Overloaded, Stale, TooLarge
+from kvstore.core.errors import InvalidRequest, KvError, NoSpace, NotFound, Overloaded, Stale, TooLarge
 from kvstore.core.limits import MAX_OPEN_STAGING_PER_SESSION, ROOM_WAIT_S
+from kvstore.filecut import cut_path, is_cut_path
 from kvstore.worker.background import Background
+from kvstore.worker.counters import Reason
 from kvstore.worker.disk import Disk, disk_bytes
+from kvstore.worker.givenup import GivenUp
 from kvstore.worker.held import HeldBytes, HeldFiles, unlink_watched
 from kvstore.worker.room import NOWHERE, Place, Room
 from kvstore.worker.sessions import Sessions
@@ -21,7 +25,10 @@ from kvstore.worker.store import Store
 from kvstore.worker.volume import WORKER_SESSION, Volume
 
 log = logging.getLogger(__name__)
-OVERGROWN_WAIT_S = 1.0
+OVERGROWN_WAIT_S = 0.5
+"""For room for what was written without leave: the cap is passed meanwhile. Eviction takes 10 to 50 ms, and the probe
+that finds out whether an unlinked file is still open runs twice.
+"""
 PRIVATE = WORKER_SESSION
 """Session of fetches, copies and uploads."""
 
@@ -37,10 +44,20 @@ class Staged:
     """Bytes that it may have. A client may have written more (passthrough): that is counted, not granted."""
     busy: bool = False
     """Being sealed or aborted."""
+    cut: KvError | None = None
+    """Why its bytes were thrown away (`filecut`): it can only be aborted."""
 
     @property
     def path(self) -> str:
         return self.volume.staging_path(self.session, self.handle)
+
+    def check_whole(self) -> None:
+        """Raises NoSpace or TooLarge when it was cut."""
+        if self.cut is not None:
+            raise type(self.cut)(
+                f"staging {self.handle:x} was emptied and cannot be sealed any more: {self.cut.message}; abort it, and "
+                "write the block again when there is room"
+            )
 
 
 class Opened(NamedTuple):
@@ -64,6 +81,10 @@ class Staging:
     def handles(self, session: int) -> list[int]:
         """Of all files that this session has in staging."""
         return list(self._by_session.get(session, ()))
+
+    def of_clients(self) -> list[Staged]:
+        """Files that somebody else may be writing just now, and of which nothing else is under way."""
+        return [s for s in self._all() if s.session != PRIVATE and not s.busy and s.volume.in_service]
 
     def overgrown_bytes(self, volume: Volume) -> int:
         """Written without leave: more is granted for it, or it goes again. Nothing is evicted for it ahead."""
@@ -100,7 +121,9 @@ class Staging:
         staged = Staged(session, self._store.runtime.random_u64(), volume, size, size)
         self._by_session.setdefault(session, {})[staged.handle] = staged
         try:
-            fd = await self._store.runtime.in_thread(volume.with_directories, lambda: self._disk.create(staged.path))
+            create = partial(volume.with_directories, lambda: self._disk.create(staged.path))
+            in_thread = partial(self._store.runtime.in_thread, create)
+            fd = await self._store.despite_full_disk(volume, in_thread)
         except OSError as error:
             self._forget(staged)
             volume.books.give_back(staged.counted)
@@ -151,6 +174,7 @@ class Staging:
 
         Raises TooLarge, NoSpace; without `evict` at once where that much is not free.
         """
+        staged.check_whole()
         self._check_size(size_bytes)
         need = disk_bytes(size_bytes)
         if need > staged.granted:
@@ -162,6 +186,7 @@ class Staging:
         def missing_bytes() -> int:
             if staged.busy:  # what it counts is settled elsewhere
                 raise Stale(f"staging {staged.handle:x}: it was sealed or aborted meanwhile")
+            staged.check_whole()
             return max(0, need - staged.counted)
 
         if missing_bytes() == 0:  # written already, without leave: the cap is passed as long as this waits
@@ -175,10 +200,36 @@ class Staging:
             written = await self._store.runtime.in_thread(lambda: self._disk.stat(staged.path).used_bytes)
         except OSError as error:
             raise self._store.explain(staged.volume, error, "looking at a staging file") from None
+        staged.check_whole()
         if not staged.busy:
             counted = min(staged.counted, max(staged.granted, written))
             staged.volume.books.give_back(staged.counted - counted)
             staged.counted = counted
+            self._store.on_free()
+
+    def count(self, staged: Staged, size_bytes: int) -> None:
+        """So much it takes on the disk now, whether it was granted or not."""
+        if (more := size_bytes - staged.counted) > 0:
+            staged.volume.books.take(more)
+            staged.counted = size_bytes
+
+    async def cut(self, staged: Staged, why: KvError) -> None:
+        """Throw its bytes away, also what was written after it was cut before. Nothing happens to a `busy` one."""
+        if not staged.busy:
+            staged.cut = staged.cut or why  # before anything waits: a seal that comes now is refused
+            await self._background.run(self._cut(staged))
+
+    async def _cut(self, staged: Staged) -> None:
+        try:
+            await self._store.runtime.in_thread(cut_path, staged.path)
+        except FileNotFoundError:
+            return  # aborted meanwhile
+        except OSError as error:
+            log.warning("%s", self._store.explain(staged.volume, error, "emptying a staging file"))
+            return
+        if not staged.busy:
+            staged.volume.books.give_back(staged.counted)
+            staged.counted = staged.granted = 0
             self._store.on_free()
 
     async def abort(self, staged: Staged) -> None:
@@ -189,7 +240,7 @@ class Staging:
     async def _discard(self, staged: Staged) -> None:
         """Unlink a file that is already `busy`, and forget it."""
         try:
-            fd, size = await self._store.runtime.in_thread(self._unlink, staged.path)
+            fd, size = await self._store.runtime.in_thread(self._unlink, staged)
         except OSError as error:
             staged.busy = False
             raise self._store.explain(staged.volume, error, "removing a staging file") from None
@@ -198,13 +249,20 @@ class Staging:
         books.give_back(staged.counted - size)
         if fd is not None:
             books.hold(staging=size)
-            self._held.add(fd, HeldBytes(books, size, self._store.on_free))
+            self._hold(fd, staged, HeldBytes(books, size, self._store.on_free))
         self._store.on_free()
 
-    def _unlink(self, path: str) -> tuple[int | None, int]:
-        """An fd that watches whoever has it open, and the bytes that it takes still; (None, 0) when they are free."""
-        fd = unlink_watched(self._disk, path)
-        return (None, 0) if fd is None else (fd, self._disk.fstat(fd).used_bytes)
+    def _hold(self, fd: int, staged: Staged, held: HeldBytes) -> None:
+        if staged.session == PRIVATE:
+            self._held.add(fd, held)
+            return
+        is_cut = staged.cut is not None
+        self._held.add(fd, GivenUp(fd, held, self._store.runtime, self._background, is_cut=is_cut))
+
+    def _unlink(self, staged: Staged) -> tuple[int | None, int]:
+        """An fd that watches whoever has it open, and the bytes that still count; (None, 0) when they are free."""
+        fd = unlink_watched(self._disk, staged.path)
+        return (fd, 0) if fd is None or staged.cut else (fd, self._disk.fstat(fd).used_bytes)
 
     def became_block(self, staged: Staged, length_bytes: int) -> None:
         """Its file was renamed to an address."""
@@ -217,17 +275,20 @@ class Staging:
         A volume that was removed or replaced goes out of service.
         """
         files = [s for s in self._all() if s.volume is volume and not s.busy]
+        in_motion = volume.books.in_motion
         try:
             free, actual = await self._store.runtime.in_thread(self._look, volume, [s.path for s in files])
         except OSError as error:
             self._store.explain(volume, error, "looking at its files")
             return
-        unwritten = 0
+        # What was given away or settled meanwhile may be neither in `free` nor among the files.
+        unwritten = volume.books.in_motion - in_motion
         for staged, size in zip(files, actual, strict=True):
-            if not staged.busy:
-                volume.books.staging += max(0, size - staged.counted)
-                staged.counted = max(staged.counted, size)
-                unwritten += staged.counted - size
+            if staged.cut is None:  # of a cut one nothing counts: it goes again
+                if not staged.busy:
+                    volume.books.staging += max(0, size - staged.counted)
+                    staged.counted = max(staged.counted, size)
+                unwritten += max(0, staged.counted - size)  # of a busy one, too: it was written after this look
         volume.books.look(free, unwritten)
 
     def _look(self, volume: Volume, files: Iterable[str]) -> tuple[int, list[int]]:
@@ -246,29 +307,46 @@ class Staging:
         """
         for volume in self._store.in_service:
             try:
-                found = await self._store.runtime.in_thread(volume.scan_staging)
+                found = await self._store.runtime.in_thread(_scan, volume)
             except OSError as error:
                 self._store.explain(volume, error, "reading its staging directory")
                 continue
-            for session, handle in found:
-                self._by_session.setdefault(session, {})[handle] = Staged(session, handle, volume, 0)
+            for staged in found:
+                self._by_session.setdefault(staged.session, {})[staged.handle] = staged
             await self.look(volume)
+            for staged in found:
+                staged.granted = staged.counted  # what was granted is forgotten: no more than it has
         for staged in tuple(self._by_session.get(PRIVATE, {}).values()):
-            await self.drop(staged)
+            await self._drop_orphan(staged)
 
     async def expire(self, sessions: Sessions, now_s: float) -> None:
         """Drop what sessions that are over left behind."""
         over = [s for s in self._by_session if s != PRIVATE and sessions.is_over(s, now_s)]
         for staged in [f for session in over for f in self._by_session[session].values()]:
-            if not staged.busy:  # sealed or aborted, be it while the ones before were dropped
-                await self.drop(staged)
+            await self._drop_orphan(staged)
 
-    async def drop(self, staged: Staged) -> None:
-        """`abort` where nobody waits for the result."""
+    async def _drop_orphan(self, staged: Staged) -> None:
+        """Its writer is gone."""
+        size_bytes = await self._store.runtime.in_thread(self._used_bytes, staged.path)
+        # Not one that was sealed or aborted, be it while this or the ones before were looked at.
+        if not staged.busy and await self.drop(staged):
+            self._store.counters.tiers[staged.volume.tier].unlink(Reason.ORPHAN, size_bytes)
+
+    def _used_bytes(self, path: str) -> int:
+        """0 for a file that cannot be asked: its abort finds out why."""
+        try:
+            return self._disk.stat(path).used_bytes
+        except OSError:
+            return 0
+
+    async def drop(self, staged: Staged) -> bool:
+        """`abort` where nobody waits for the result; whether it went."""
         try:
             await self.abort(staged)
         except KvError as error:
             log.warning("a staging file stays: %s", error)
+            return False
+        return True
 
     def _all(self) -> list[Staged]:
         return [staged for files in self._by_session.values() for staged in files.values()]
@@ -284,3 +362,12 @@ class Staging:
             raise InvalidRequest(f"a size of {size_bytes} bytes makes no sense")
         if size_bytes > self.max_block_bytes:
             raise TooLarge(f"a block of {size_bytes} bytes is too large; at most {self.max_block_bytes}")
+
+
+def _scan(volume: Volume) -> list[Staged]:
+    """The files that lie in its staging directory, not measured yet. Blocks; raises OSError."""
+    found = [Staged(session, handle, volume, 0) for session, handle in volume.scan_staging()]
+    for staged in found:
+        if is_cut_path(staged.path):
+            staged.cut = NoSpace("it was written beyond its reservation before the worker started anew")
+    return found

@@ -9,19 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from kvstore.core.errors import KvError, Stale
+from kvstore.core.policies import NONE
 from kvstore.core.types import TIERS, Address, BlockId
 from kvstore.runtime import Runtime
 from kvstore.worker.block import FOUND, Block
-from kvstore.worker.counters import Counters
-from kvstore.worker.disk import FATAL_ERRNOS, Stamp, disk_error
+from kvstore.worker.counters import Counters, Reason
+from kvstore.worker.disk import FATAL_ERRNOS, FULL_ERRNOS, Stamp, disk_error
 from kvstore.worker.fences import Fences
 from kvstore.worker.heat import HeatMap
+from kvstore.worker.labels import Labels
 from kvstore.worker.volume import Volume
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class Store:
@@ -32,21 +36,27 @@ class Store:
     scanned     set once every block file is known; until then a block that is not here may still be there
     on_change   called with the id of each block that came, went, or turned out not to be here (the reporter listens)
     on_free     called when room may have appeared on a volume
+    on_full     called when the disk of a volume turned out to be full; returns whether a write is worth another try
     on_touch    called with each block that was used
     heat        the order of the blocks of each volume
+    labels      the policies of blocks, and what follows from them
     """
 
-    def __init__(self, runtime: Runtime, volumes: Sequence[Volume], fences: Fences, counters: Counters) -> None:
+    def __init__(
+        self, runtime: Runtime, volumes: Sequence[Volume], fences: Fences, counters: Counters, pin_share: float
+    ) -> None:
         self.runtime, self.fences, self.counters = runtime, fences, counters
         self.volumes = sorted(volumes, key=lambda v: TIERS.index(v.tier))
         self.unowned: OrderedDict[BlockId, Block] = OrderedDict()
         self.scanned = asyncio.Event()
         self.on_change: Callable[[BlockId], None] = lambda block: None
         self.on_free: Callable[[], None] = lambda: None
+        self.on_full: Callable[[Volume], Awaitable[bool]] = _no_room
         self.on_touch: Callable[[Block], None] = lambda block: None
         self._blocks: dict[BlockId, Block] = {}
         self._by_volume: dict[int, dict[BlockId, Block]] = {v.id: {} for v in volumes}
         self.heat = HeatMap(self.volumes)
+        self.labels = Labels(self.heat, self.volumes, pin_share)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -70,11 +80,16 @@ class Store:
         return sorted(block.id for block in self._by_volume[volume.id].values() if not block.leaving)
 
     def coldest(self, volume: Volume) -> Iterator[Block]:
-        """From the coldest up."""
-        return (self._blocks[block] for block in self.heat.coldest(volume))
+        """From the coldest up; in the last tier without those that are pinned, as there is no place below for them."""
+        pinned = any(TIERS.index(v.tier) > TIERS.index(volume.tier) for v in self.in_service)
+        return (self._blocks[block] for block in self.heat.coldest(volume, pinned=pinned))
 
     def all(self) -> Iterable[Block]:
         return self._blocks.values()
+
+    def count(self, volume: Volume) -> int:
+        """Blocks of a volume."""
+        return len(self._by_volume[volume.id])
 
     def hold(self, volume: Volume) -> Iterable[Block]:
         """All blocks of a volume."""
@@ -91,7 +106,9 @@ class Store:
         if self._blocks.get(block.id) is not block:
             return
         block.touches += 1
-        self.heat.touch(block, client, self.runtime.monotonic_s())
+        block.used_s = self.runtime.monotonic_s()
+        self.heat.touch(block, client, block.used_s)
+        self.labels.touched(block)
         self.on_touch(block)
 
     def move(self, block: Block, target: Volume, stamp: Stamp | None) -> None:
@@ -101,6 +118,7 @@ class Store:
         self._by_volume[target.id][block.id] = block
         block.volume, block.stamp, block.touches = target, stamp, 0
         self.heat.moved(block, source)
+        self.labels.moved(block, source)
         self.on_change(block.id)
 
     def own(self, block: Block) -> None:
@@ -115,6 +133,7 @@ class Store:
         if block.owned:
             block.owned, block.since_s, block.session = False, self.runtime.monotonic_s(), FOUND
             self.unowned[block.id] = block
+            self.labels.set(block, NONE)
 
     def give_up(self, block: Block) -> None:
         """Its writer will not publish it: the next report says so, and the verdict on it decides."""
@@ -128,6 +147,7 @@ class Store:
         del self._blocks[block.id]
         self._by_volume[block.volume.id].pop(block.id, None)
         self.heat.gone(block)
+        self.labels.gone(block)
         self.unowned.pop(block.id, None)
         self.fences.settle(block.id)
         self.on_change(block.id)
@@ -141,7 +161,20 @@ class Store:
         """The error for the caller; a drive that failed, or is gone, takes its volume out of service."""
         if error.errno in FATAL_ERRNOS:
             self.fail(volume, f"{what}: {error.strerror}")
+        elif error.errno in FULL_ERRNOS:
+            volume.books.found_full()
         return disk_error(error, f"{volume.path}: {what}")
+
+    async def despite_full_disk(self, volume: Volume, write: Callable[[], Awaitable[T]]) -> T:
+        """`write()`. When the operating system says that the disk is full (its other users filled it, and the books are
+        out of date), room is made and it is done once more. Raises OSError.
+        """
+        try:
+            return await write()
+        except OSError as error:
+            if error.errno not in FULL_ERRNOS or not await self.on_full(volume):
+                raise
+        return await write()
 
     def fail(self, volume: Volume, why: str) -> None:
         """Take a volume out of service: no longer listed in heartbeats, all its replicas are gone in one step (rule
@@ -166,7 +199,8 @@ class Store:
                 continue
             for address in self._add_found(volume, found.blocks):
                 await self._drop_copy(volume, address)
-            volume.books.quarantine = found.quarantined_bytes
+            volume.books.quarantine = found.quarantine.kept_bytes
+            self.counters.tiers[volume.tier].unlink_all(Reason.CORRUPT, found.quarantine.unlinked)
         mine = {boot for volume in self.in_service for boot in volume.identity.boots}
         self.fences.add_found(block for block in self.unowned if block.boot in mine)
         self.heat.all_found()
@@ -210,7 +244,8 @@ class Store:
         return block
 
     def _enter(self, address: Address, volume: Volume, session: int, stamp: Stamp | None) -> Block:
-        block = Block(address, volume, session, self.runtime.monotonic_s(), stamp=stamp)
+        now = self.runtime.monotonic_s()
+        block = Block(address, volume, session, now, stamp=stamp, used_s=now)
         self._blocks[block.id] = self._by_volume[volume.id][block.id] = self.unowned[block.id] = block
         self.on_change(block.id)
         return block
@@ -226,3 +261,7 @@ class Store:
             if there and volume.in_service:
                 return self._blocks.get(address.block) or self._adopt(volume, address)
         return None
+
+
+async def _no_room(volume: Volume) -> bool:
+    return False

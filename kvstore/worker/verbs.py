@@ -167,7 +167,7 @@ class Verbs:
             block = self._store.get(address.block)
             if block is not None and block.address == address:
                 self._store.touch(block, session)
-                self._store.counters.hits += 1
+                self._store.counters.hit(block.volume.tier)
         return Answer(sp.Ok())
 
     def _stat(self) -> sp.StatReply:

@@ -12,6 +12,7 @@ from kvstore.pagecache import Residency
 from kvstore.runtime import Runtime
 from kvstore.worker.background import Background
 from kvstore.worker.block import Block
+from kvstore.worker.counters import Reason
 from kvstore.worker.disk import Disk, NotAFile, Stamp
 from kvstore.worker.store import Store
 
@@ -98,8 +99,8 @@ class Verifier:
         self._store.counters.corruptions += 1
         self._store.forget(block)
         try:
-            await self._runtime.in_thread(volume.set_aside, block.path, name)
-            kept = await self._runtime.in_thread(volume.trim_quarantine)
+            replaced_bytes = await self._runtime.in_thread(volume.set_aside, block.path, name)
+            quarantine = await self._runtime.in_thread(volume.trim_quarantine)
         except FileNotFoundError:
             volume.books.free_block(block.used_bytes)  # somebody was faster
             return
@@ -107,7 +108,9 @@ class Verifier:
             self._store.explain(volume, error, "moving a corrupt block to quarantine")
             return
         volume.books.blocks -= block.used_bytes
-        volume.books.quarantine = kept
+        volume.books.quarantine = quarantine.kept_bytes
+        left = quarantine.unlinked + ((replaced_bytes,) if replaced_bytes else ())
+        self._store.counters.tiers[volume.tier].unlink_all(Reason.CORRUPT, left)
         self._store.on_free()
 
 

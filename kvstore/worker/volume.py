@@ -38,11 +38,19 @@ WORKER_SESSION = 0
 MAX_IDENTITY_BYTES = 64 << 10
 
 
+class Quarantine(NamedTuple):
+    """What it holds, and the files that left it for newer ones; bytes as the disk counts them."""
+
+    kept_bytes: int
+    unlinked: tuple[int, ...] = ()
+    """Bytes of each."""
+
+
 class Found(NamedTuple):
     """What a look through the directories found."""
 
     blocks: list[Address]
-    quarantined_bytes: int
+    quarantine: Quarantine
 
 
 class Volume:
@@ -129,9 +137,12 @@ class Volume:
         path = self.staging_path(WORKER_SESSION, number)
         return self.with_directories(lambda: self.disk.create_unnamed(path))
 
-    def set_aside(self, path: str, name: str) -> None:
-        """Into quarantine, in place of what has this name there. Blocks; raises OSError."""
-        self.with_directories(lambda: self.disk.rename(path, self.quarantine_path(name)))
+    def set_aside(self, path: str, name: str) -> int:
+        """Into quarantine, in place of what has this name there; returns the bytes of that. Blocks; raises OSError."""
+        aside = self.quarantine_path(name)
+        replaced_bytes = self._used_bytes(aside)
+        self.with_directories(lambda: self.disk.rename(path, aside))
+        return replaced_bytes
 
     def scan(self) -> Found:
         """Read the directories: no file is opened, a block is what its name says. Blocks; raises OSError."""
@@ -159,17 +170,28 @@ class Volume:
                 self.disk.unlink(f"{self.path}/staging/{name}")
         return found
 
-    def trim_quarantine(self) -> int:
-        """Keep the newest few; returns the bytes they take. Blocks; raises OSError."""
-        files = [(self.disk.stat(path), path) for path in map(self.quarantine_path, self._quarantined())]
+    def trim_quarantine(self) -> Quarantine:
+        """Keep the newest few. Blocks; raises OSError."""
+        files = []
+        for path in map(self.quarantine_path, self.disk.names(f"{self.path}/quarantine")):
+            with contextlib.suppress(FileNotFoundError):  # two of these may run at a time
+                files.append((self.disk.stat(path), path))
         files.sort(key=lambda file: file[0].mtime_ns)
-        for _, path in files[:-MAX_QUARANTINED]:
-            with contextlib.suppress(IsADirectoryError):  # some stranger's: it takes no bytes of blocks
+        unlinked = []
+        for state, path in files[:-MAX_QUARANTINED]:
+            with contextlib.suppress(
+                FileNotFoundError, IsADirectoryError
+            ):  # some stranger's: it has no bytes of blocks
                 self.disk.unlink(path)
-        return sum(state.used_bytes for state, _ in files[-MAX_QUARANTINED:])
+                unlinked.append(state.used_bytes)
+        return Quarantine(sum(state.used_bytes for state, _ in files[-MAX_QUARANTINED:]), tuple(unlinked))
 
-    def _quarantined(self) -> list[str]:
-        return self.disk.names(f"{self.path}/quarantine")
+    def _used_bytes(self, path: str) -> int:
+        """0 for a file that is not there."""
+        try:
+            return self.disk.stat(path).used_bytes
+        except FileNotFoundError:
+            return 0
 
     def look_up(self, address: Address) -> bool:
         """Whether there is a file of this address and of its length, by asking the file system. Blocks; raises

@@ -11,7 +11,6 @@ from kvstore import __version__
 from kvstore.core.errors import KvError
 from kvstore.core.limits import MAX_BLOCK_BYTES
 from kvstore.core.types import BlockId
-from kvstore.pb import common_pb2 as pb
 from kvstore.pb import master_pb2 as m
 from kvstore.pb import worker_pb2 as w
 from kvstore.rpc.failover import AsyncFailover, Failover
@@ -19,15 +18,17 @@ from kvstore.rpc.link import AsyncLink
 from kvstore.rpc.metadata import Caller
 from kvstore.rpc.server import Server, serve, stop_all
 from kvstore.runtime import Runtime
+from kvstore.worker import told
 from kvstore.worker.background import Background
 from kvstore.worker.block import Block
 from kvstore.worker.bulk import Bulk
-from kvstore.worker.counters import Counters
+from kvstore.worker.counters import Counters, Reason
 from kvstore.worker.disk import Disk
 from kvstore.worker.evict import Evictor
 from kvstore.worker.fdsocket import FdServer
 from kvstore.worker.fences import Fences
 from kvstore.worker.fetch import Fetcher
+from kvstore.worker.growth import Growth
 from kvstore.worker.heartbeat import Heart
 from kvstore.worker.heatfile import HeatFile
 from kvstore.worker.held import PROBE_INTERVAL_S, HeldFiles
@@ -35,7 +36,8 @@ from kvstore.worker.membership import Membership
 from kvstore.worker.mover import Mover, Pace
 from kvstore.worker.opener import Opener
 from kvstore.worker.peers import Peers
-from kvstore.worker.report import Reporter
+from kvstore.worker.policies import Policies
+from kvstore.worker.report import Judged, Reporter
 from kvstore.worker.room import Room
 from kvstore.worker.seal import Sealer
 from kvstore.worker.seals import Seals
@@ -70,7 +72,7 @@ class Worker:
         self.membership = Membership(volumes)
         if s.accept_rollback:
             self.membership.accept_rollback()
-        self.store = Store(runtime, volumes, Fences(runtime.random_u64() or 1), self.counters)
+        self.store = Store(runtime, volumes, Fences(runtime.random_u64() or 1), self.counters, s.pin_share)
         self.heat_file = HeatFile(self.store)
         self.sessions = Sessions(s.session_grace_s, runtime.monotonic_s())
         self.held = HeldFiles(runtime, disk)
@@ -78,14 +80,17 @@ class Worker:
         self.room = Room(self.store, self.evictor)
         self.staging = Staging(self.store, disk, self.room, self.held, self.background, MAX_BLOCK_BYTES)
         self.room.look = self.staging.look
+        self.growth = Growth(self.store, disk, self.staging, self.room, self.background)
         self.sealer = Sealer(self.store, disk, self.staging, self.background)
         self.seals = Seals(self.store, self.staging, self.sealer)
         self.verifier = Verifier(runtime, self.store, disk, self.background)
+        self.policies = Policies(self.store, self.evictor, self.background)
         pace = Pace(s.move_bytes_per_s, s.moves_at_a_time)
         self.mover = Mover(
             self.store, disk, self.staging, self.sealer, self.evictor, self.verifier, self.background, pace
         )
-        self.store.on_touch = self.mover.touched
+        self.store.on_touch, self.store.on_full = self.mover.touched, self.room.refill
+        self.room.demote = self.mover.demote
         self.peers = Peers(self._connect)
         self.fetcher = Fetcher(
             s.node,
@@ -115,13 +120,14 @@ class Worker:
         await self.staging.restore()
         await self.heat_file.load()
         await self.membership.save(self.runtime, self.store, self.store.fences)
-        service = WorkerService(self.stat, self.bulk, lambda: self.membership.cluster)
+        service = WorkerService(self.stat, self.policies.describe, self.bulk, lambda: self.membership.cluster)
         self._server = await serve(self.settings.listen, [service.add_to], service.raw_handlers())
         self.endpoint = self._advertised(self._server)
         self._start_reporting()
         self._start_socket()
         self._tasks += [
-            self._spawn(work()) for work in (self._join, self._upkeep, self._probe, self.heat_file.run, self.mover.run)
+            self._spawn(work())
+            for work in (self._join, self._upkeep, self._probe, self.growth.run, self.heat_file.run, self.mover.run)
         ]
         await self._server.set_serving(True)
 
@@ -153,7 +159,7 @@ class Worker:
         return w.WorkerStatReply(
             node=self.settings.node,
             cluster=self.membership.cluster,
-            volumes=self._volumes(),
+            volumes=told.volumes(self.store),
             blocks=len(self.store),
             sessions=len(self.sessions),
             staging_files=len(self.staging),
@@ -168,11 +174,17 @@ class Worker:
         return self.membership.sequence
 
     def beat(self, *, leaving: bool = False) -> m.HeartbeatRequest:
-        counters = pb_counters(self.counters)
-        boot, node, blocks = self.store.fences.boot, self.settings.node, len(self.store)
-        return m.HeartbeatRequest(
-            node=node, boot=boot, volumes=self._volumes(), counters=counters, blocks=blocks, leaving=leaving
+        beat = m.HeartbeatRequest(
+            node=self.settings.node,
+            boot=self.store.fences.boot,
+            volumes=told.volumes(self.store),
+            counters=self.counters.to_pb(),
+            blocks=len(self.store),
+            leaving=leaving,
+            tiers=told.tiers(self.store),
         )
+        self.policies.tell(beat)
+        return beat
 
     async def registration(self) -> m.RegisterRequest:
         return m.RegisterRequest(
@@ -182,7 +194,7 @@ class Worker:
             http=self.settings.http,
             cluster=self.membership.cluster,
             sequence=self.membership.sequence,
-            volumes=self._volumes(),
+            volumes=told.volumes(self.store),
             version=__version__,
             fences=[m.Fence(boot=boot, counter=counter) for boot, counter in self.store.fences],
             seen=[m.Seen(incarnation=seen.incarnation, sequence=seen.sequence) for seen in self.membership.seen],
@@ -203,6 +215,7 @@ class Worker:
         if self._reporter and any(command.HasField("register") for command in reply.commands):
             self._reporter.unregistered()  # the heart has read it too, and registers with its next beat
         self._obey(command for command in reply.commands if not command.HasField("register"))
+        self.policies.on_beat(reply, collects=self.membership.collects)
 
     def on_refused(self, error: KvError) -> None:
         if not self.refused.done():
@@ -214,16 +227,17 @@ class Worker:
         known = self.store.get(block)
         return known is not None and self._is_over(known) and self.store.fences.is_mine(block)
 
-    def on_verdicts(self, verdicts: Sequence[tuple[BlockId, m.Verdict.ValueType]]) -> None:
+    def on_verdicts(self, verdicts: Sequence[Judged]) -> None:
         """Owned: a victim from now on. Dead: unlink. Unknown past its grace: a leftover, if it cannot be made dead."""
         dead: list[Block] = []
         leftover: list[Block] = []
-        for block_id, verdict in verdicts:
+        for block_id, verdict, policy in verdicts:
             block = self.store.get(block_id)
             if block is None or block.leaving:
                 continue
             if verdict == m.OWNED:
                 self.store.own(block)
+                self.policies.label(block, policy)
             elif not self.membership.collects:
                 continue
             elif verdict == m.DEAD:
@@ -244,10 +258,13 @@ class Worker:
     # ---- the rest
 
     def _remove(self, dead: Sequence[Block], leftover: Sequence[Block]) -> None:
-        if dead:
-            self.background.start(self.evictor.drop(dead))
+        going: dict[Reason, list[Block]] = {}
+        for block in dead:  # one that is over died at our own word, as nobody had published it
+            going.setdefault(Reason.ORPHAN if self._is_over(block) else Reason.REMOVED, []).append(block)
+        for reason, blocks in going.items():
+            self.background.start(self.evictor.drop(blocks, reason))
         if leftover:
-            self.background.start(self.evictor.evict(leftover))
+            self.background.start(self.evictor.evict(leftover, Reason.ORPHAN))
 
     def _is_over(self, block: Block) -> bool:
         """Rule 11: unowned, and nobody will come back for it."""
@@ -291,6 +308,9 @@ class Worker:
                     self._reporter.tell_all()
                 case "unlink":
                     self._unlink(command.unlink.block_ids)
+                case "report_again":
+                    for block in unpacked(command.report_again.block_ids):
+                        self.store.on_change(block)
 
     def _register_again(self) -> None:
         if self._heart and self._reporter:
@@ -301,7 +321,7 @@ class Worker:
         """The master's word that these are dead; it repeats it until it hears that they are nowhere."""
         if not self.membership.collects:
             return
-        ids = [BlockId.unpack(packed, at) for at in range(0, len(packed) - 15, 16)]
+        ids = unpacked(packed)
         blocks = [block for block in map(self.store.get, ids) if block is not None]
         self._remove(blocks, ())
         for block in ids:
@@ -330,6 +350,7 @@ class Worker:
             await self.staging.expire(self.sessions, now)
             self.seals.forget_over(self.sessions, now)
             self.sessions.forget_over(now)
+            self.policies.upkeep(expire=self.membership.collects)
             if self.store.scanned.is_set():
                 await self.membership.save(self.runtime, self.store, self.store.fences)
 
@@ -367,14 +388,6 @@ class Worker:
             log.error("a loop of the worker failed", exc_info=error)
             self.on_refused(KvError("internal error; the worker's log has the trace"))
 
-    def _volumes(self) -> list[pb.Volume]:
-        return [
-            pb.Volume(
-                id=v.id, tier=v.tier, capacity_bytes=v.books.capacity, used_bytes=v.books.used, free_bytes=v.books.free
-            )
-            for v in self.store.in_service
-        ]
-
     def _advertised(self, server: Server) -> str:
         host = self.settings.advertise or server.host
         return f"{socket.gethostname() if host in ANY_HOST else host}:{server.port}"
@@ -386,9 +399,9 @@ class Worker:
         return AsyncLink(endpoint, self._caller())
 
 
-def pb_counters(counters: Counters) -> m.Counters:
-    return m.Counters(**{name: getattr(counters, name) for name in counters.__slots__})
-
-
 def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def unpacked(ids: bytes) -> list[BlockId]:
+    return [BlockId.unpack(ids, at) for at in range(0, len(ids) - 15, 16)]

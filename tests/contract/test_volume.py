@@ -16,7 +16,7 @@ from kvstore.core.types import Address, BlockId
 from kvstore.pagecache import Residency, all_in_core
 from kvstore.runtime import SystemRuntime
 from kvstore.worker import lease
-from kvstore.worker.disk import Disk
+from kvstore.worker.disk import Disk, disk_bytes
 from kvstore.worker.held import unlink_watched
 from kvstore.worker.lease import Holders
 from kvstore.worker.opening import open_volumes
@@ -92,7 +92,7 @@ def test_the_scan_finds_blocks_and_sets_strangers_aside(volume: Volume) -> None:
     found = volume.scan()
     assert found.blocks == [ADDRESS]
     assert sorted(os.listdir(f"{volume.path}/quarantine")) == sorted(["notes.txt", ADDRESS.file_name])
-    assert found.quarantined_bytes >= 8
+    assert found.quarantine.kept_bytes >= 8
 
 
 def test_a_block_is_found_by_its_name_only_with_its_length(volume: Volume) -> None:
@@ -114,7 +114,8 @@ def test_quarantine_keeps_the_newest_few(volume: Volume) -> None:
     for i in range(MAX_QUARANTINED + 3):
         write(volume.quarantine_path(f"f{i:02}"))
         os.utime(volume.quarantine_path(f"f{i:02}"), ns=(i, i))
-    volume.trim_quarantine()
+    size = disk_bytes(len(b"data"))
+    assert volume.trim_quarantine() == (MAX_QUARANTINED * size, (size,) * 3)
     assert sorted(os.listdir(f"{volume.path}/quarantine")) == [f"f{i:02}" for i in range(3, MAX_QUARANTINED + 3)]
 
 

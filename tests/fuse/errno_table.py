@@ -68,7 +68,8 @@ def remove_attribute(side: Side, path: str, name: str) -> None:
 
 
 def attributes_of(side: Side, path: str) -> list[str]:
-    return os.listxattr(fsops.at(side, path))
+    names = os.listxattr(fsops.at(side, path))
+    return [name for name in names if not name.startswith("user.kvstore.")]
 
 
 def change_owner(side: Side, path: str, uid: int, gid: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.fuse.calls import error_of
 from tests.support.child import in_child
+from tests.support.cluster import wait_until
 from tests.support.fsops import Bytes, Map
 from tests.support.modes import MODES, Pair, mounted_pair
 from tests.support.sealed import FIRST, NEW, SIZE, put
@@ -72,7 +73,7 @@ def test_an_open_file_keeps_its_content_through_eviction(tmp_path: Path, mode: s
         fd = os.open(directory / "held", os.O_RDONLY)
         view = Map(fd, size)
         assert error_of(lambda: put(directory / "next", data)) == "ENOSPC"  # the held bytes are not free as yet
-        assert not (directory / "held").exists()
+        wait_until(lambda: not (directory / "held").exists(), "its name went")  # a look-up serves for a second
         assert os.pread(fd, size + 1, 0) == view.read() == data
         view.close()
         os.close(fd)

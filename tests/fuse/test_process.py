@@ -50,7 +50,7 @@ def test_metrics_and_health(cluster: Cluster, tmp_path: Path) -> None:
         in_child((mount / "counted").write_bytes, b"1")
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
             text = reply.read().decode()
-        assert 'kvstore_mount_operations{operation="create",result="ok"} 1.0' in text
+        assert 'kvstore_mount_operations_total{operation="create",result="ok"} 1.0' in text
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10) as reply:
             assert reply.status == 200
 

@@ -6,10 +6,14 @@ import base64
 import fcntl
 import json
 import os
+import re
+import select
+import signal
 import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,7 +187,8 @@ def test_mv(cli: Cli, client: Client) -> None:
 
 def test_du(cli: Cli, client: Client) -> None:
     client.put_many({"a": b"1" * 10, "d/b": b"2" * 20, "d/e/c": b"3" * 30})
-    assert cli("fs", "du", "--json").rows == [{"path": "/", "size_bytes": 60, "files": 3, "directories": 2}]
+    (whole,) = cli("fs", "du", "--json").rows
+    assert whole == {"path": "/", "size_bytes": 60, "files": 3, "directories": 2, "quota_bytes": 0}
     rows = cli("fs", "du", "-d", "2", "--json").rows
     assert [(r["path"], r["size_bytes"], r["files"]) for r in rows] == [("/d/e", 30, 1), ("/d", 50, 2), ("/", 60, 3)]
     assert [r["size_bytes"] for r in cli("fs", "du", "a", "--json").rows] == [10]
@@ -226,23 +231,39 @@ def test_a_narrow_terminal_cuts_nothing(cluster: Cluster, client: Client, cli: C
     assert all(text in said for text in (wanted if args[0] != "fs" else [name]))
 
 
-def on_terminal(args: list[str], columns: int) -> str:
-    """What a command writes to a terminal of this width."""
+def on_terminal(args: list[str], columns: int, *, press: bytes = b"", kill: int = 0, once: str = "") -> str:
+    """What a command writes to a terminal of this width; when it wrote `once`, keys are pressed or a signal is sent."""
     ours, its = os.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    before = termios.tcgetattr(its)
     environ = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR")} | {"TERM": "xterm"}
     command = [sys.executable, "-m", "kvstore.cli.main", *args]
     with subprocess.Popen(command, stdin=its, stdout=its, stderr=its, env=environ) as process:
-        os.close(its)
-        said = b""
+        said, end = b"", time.monotonic() + 60
         try:
-            while data := os.read(ours, 65536):
-                said += data
-        except OSError:  # EIO: the last writer has gone
-            pass
-        assert process.wait(60) == 0, said
+            while process.poll() is None and time.monotonic() < end:
+                said += read_for(ours, 0.1)
+                if once and once.encode() in said:
+                    once = ""
+                    os.write(ours, press)
+                    if kill:
+                        process.send_signal(kill)
+        finally:
+            process.kill()  # of one that has ended nothing comes
+    said += read_for(ours, 0.0)
+    assert process.returncode == 0, said
+    assert termios.tcgetattr(its) == before
+    os.close(its)
     os.close(ours)
     return said.decode()
+
+
+def read_for(fd: int, seconds: float) -> bytes:
+    """All that comes within so long a silence."""
+    data = b""
+    while select.select([fd], [], [], seconds)[0]:
+        data += os.read(fd, 65536)
+    return data
 
 
 def test_report(cli: Cli, client: Client, cluster: Cluster) -> None:
@@ -257,6 +278,45 @@ def test_report(cli: Cli, client: Client, cluster: Cluster) -> None:
     text = cli("report").text
     assert "2 live of 2" in text
     assert "since the start of each worker" in text
+
+
+def test_report_by_tier(cli: Cli, client: Client, cluster: Cluster) -> None:
+    client.put("v", os.urandom(MIB))
+    client.get("v")
+    client.remove("v")
+    wait_until(lambda: "removed" in cli("report").text, "the unlink came with a heartbeat")
+    (row,) = cli("report", "--json").rows
+    assert [(t["node"], t["tier"], t["capacity_bytes"]) for t in row["tiers"]] == [
+        (w.node, "ssd", 256 * MIB) for w in cluster.workers
+    ]
+    assert sum(t["hits"] for t in row["tiers"]) == row["hits"] > 0
+    assert sum(t["unlinked"].get("removed", {"bytes": 0})["bytes"] for t in row["tiers"]) >= MIB
+    assert max(map(len, cli("report").text.splitlines())) <= 100
+
+
+def test_top_prints_lines_where_there_is_no_terminal(cli: Cli, client: Client, cluster: Cluster) -> None:
+    client.put("v", b"1")
+    done = cli("top", "--count", "2", "--interval", "0.5")
+    assert b"\x1b" not in done.out
+    first, second = re.split(r"\n(?=\d\d:\d\d:\d\d )", done.text)
+    assert ("look-ups" in first, "look-ups" in second) == (False, True)
+    assert all(f"{w.node}  ssd" in second for w in cluster.workers)
+
+
+def test_top_draws_on_a_terminal_until_q(cluster: Cluster) -> None:
+    args = ["top", "--interval", "0.2", "--master", cluster.url]
+    said = on_terminal(args, columns=60, press=b"xq", once="look-ups")
+    lines = said.split("\x1b[?25h")[0].splitlines()
+    assert all(w.node in said for w in cluster.workers)
+    assert max(len(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line)) for line in lines) <= 60, "cut, as a screen has no more"
+    assert said.rstrip().endswith("\x1b[?25h"), "the cursor is there again"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_top_leaves_the_terminal_as_it_was(cluster: Cluster, number: int) -> None:
+    said = on_terminal(["top", "--master", cluster.url], columns=80, kill=number, once="TIER")
+    assert said.rstrip().endswith("\x1b[?25h")
+    assert "Traceback" not in said
 
 
 def test_a_cold_cache_shows_in_the_hit_ratio(cli: Cli, client: Client) -> None:
@@ -332,3 +392,52 @@ def test_a_reader_that_leaves_is_no_error(cli: Cli, client: Client, cluster: Clu
     done = subprocess.run(["bash", "-c", f"{command} | head -c 1"], capture_output=True, timeout=60, check=False)
     assert done.stderr == b""
     assert len(done.stdout) == 1
+
+
+def test_quota_ttl_and_pin(cli: Cli, client: Client) -> None:
+    client.put("t/a/x", b"1" * MIB)
+    (said,) = cli("fs", "quota", "/t", "10MiB", "--json").rows
+    assert [(q["path"], q["quota_bytes"]) for q in said["quotas"]] == [("/t", 10 * MIB)]
+    cli("fs", "ttl", "t/a", "36h")
+    assert "a directory; -r" in cli.fails(2, "fs", "pin", "/t/a")
+    cli("fs", "pin", "/t/a", "-r")
+    cli("fs", "pin", "/t/a/x")
+    wait_until(lambda: "still counting" not in cli("fs", "quota", "/t").text, "what lay there is counted")
+    shown = cli("fs", "stat", "/t/a/x").text
+    for words in ("1.00 MiB of 10.0 MiB below /t", "1 d 12 h", "PINNED", "yes", "/t/a"):
+        assert words in shown, shown
+    assert "1.00 MiB of 10.0 MiB" in cli("fs", "quota", "/t").text, "without a size it is shown"
+    rows = {r["path"]: r for r in cli("fs", "policies", "--json").rows if not r["path"].startswith("store:")}
+    assert {path: (row["quota_bytes"], row["ttl_s"], row["pinned"]) for path, row in rows.items()} == {
+        "/t": (10 * MIB, 0, False),
+        "/t/a": (0, 36 * 3600, True),
+        "/t/a/x": (0, 0, True),
+    }
+    assert [(r["path"], r["quota_bytes"]) for r in cli("fs", "du", "-d", "1", "--json").rows] == [
+        ("/t", 10 * MIB),
+        ("/", 0),
+    ]
+    assert cli("fs", "df", "/t/a", "--json").rows[0]["capacity_bytes"] == 10 * MIB
+    assert cli("fs", "df", "--json").rows[0]["capacity_bytes"] == 2 * 256 * MIB
+    for command in (("quota", "/t", "none"), ("ttl", "/t/a", "none"), ("unpin", "/t/a"), ("unpin", "/t/a/x")):
+        cli("fs", *command)
+    assert all(row["path"].startswith("store:") for row in cli("fs", "policies", "--json").rows), "of other tests"
+
+
+def test_what_makes_no_sense_as_a_policy_is_one_clear_line(cli: Cli, client: Client) -> None:
+    client.put("f", b"1")
+    client.mkdir("d")
+    assert "of a file only the pin" in cli.fails(2, "fs", "quota", "/f", "1GiB")
+    assert "write none to take it away" in cli.fails(2, "fs", "quota", "/d", "0")
+    assert "write none to take it away" in cli.fails(2, "fs", "ttl", "/d", "0")
+    assert "unit" in cli.fails(2, "fs", "ttl", "/d", "12")
+    assert "/nowhere: does not exist" in cli.fails(3, "fs", "pin", "/nowhere")
+    client.set_policy("d", quota_bytes=MIB)
+    client.mkdir("e/f", parents=True)
+    assert "copy it" in cli.fails(2, "fs", "mv", "/e/f", "/d")
+    big = b"1" * (2 * MIB)
+    assert "/d has a quota" in cli_fails_with_input(cli, big, 6, "fs", "put", "-", "/d/big")
+
+
+def cli_fails_with_input(cli: Cli, stdin: bytes, code: int, *args: str) -> str:
+    return cli(*args, stdin=stdin, code=code).err

@@ -31,6 +31,8 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
     refuse           raised by registrations while it is set
     incarnation      of this start; 0 = of before they had one
     rolled_back      what registrations are told
+    policies         block → policy, for the verdicts on owned ones
+    table, over      what heartbeats are told of policies
     """
 
     def __init__(self) -> None:
@@ -46,6 +48,9 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
         self.changed = asyncio.Condition()
         self.fail: KvError | None = None
         self.refuse: KvError | None = None
+        self.policies: dict[BlockId, int] = {}
+        self.table: m.PolicyTable | None = None
+        self.over: list[m.PolicyBytes] = []
         self.next_report: dict[str, int] = {}
         self.endpoint = ""
 
@@ -90,9 +95,13 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
         self.beats[request.node] = request
         commands, self.commands = self.commands, []
         await self._notify()
-        return m.HeartbeatReply(
-            cluster=self.cluster, sequence=self.sequence, commands=commands, incarnation=self.incarnation
-        )
+        reply = m.HeartbeatReply(
+            cluster=self.cluster, sequence=self.sequence, commands=commands, incarnation=self.incarnation,
+            over=self.over,
+        )  # fmt: skip
+        if self.table is not None and self.table.version != request.policies_version:
+            reply.policies.CopyFrom(self.table)
+        return reply
 
     @unary
     async def Report(self, request: m.ReportRequest, caller: Caller) -> m.ReportReply:
@@ -109,6 +118,8 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
         self._take(request)
         reply.held.extend(self._verdict(b) for b in split(request.held_ids))
         reply.full.extend(self._verdict(b) for b in split(request.full.ids))
+        reply.held_policy.extend(self._policy(b) for b in split(request.held_ids))
+        reply.full_policy.extend(self._policy(b) for b in split(request.full.ids))
         await self._notify()
         return reply
 
@@ -135,6 +146,9 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
 
     def _verdict(self, block: BlockId) -> m.Verdict.ValueType:
         return m.DEAD if block in self.dead else m.OWNED if block in self.owned else m.UNKNOWN
+
+    def _policy(self, block: BlockId) -> int:
+        return self.policies.get(block, 0) if block in self.owned else 0
 
     async def _notify(self) -> None:
         async with self.changed:

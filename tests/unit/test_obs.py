@@ -135,6 +135,16 @@ class TestMetrics:
         assert found["kvstore_free_bytes{volume=b}"] == 2
         assert "kvstore_free_bytes{volume=a}" not in found
 
+    def test_counters_that_are_counted_elsewhere(self) -> None:
+        metrics, counts = Metrics("worker", "1"), {"a": 1.0}
+        metrics.count("reads", "Reads.", lambda: sum(counts.values()))
+        metrics.count_many("moves", "Moves.", ["tier"], lambda: [([tier], n) for tier, n in counts.items()])
+        assert (samples(metrics)["kvstore_reads_total{}"], samples(metrics)["kvstore_moves_total{tier=a}"]) == (1, 1)
+        counts["b"] = 4
+        found = samples(metrics)
+        assert (found["kvstore_reads_total{}"], found["kvstore_moves_total{tier=b}"]) == (5, 4)
+        assert b"# TYPE kvstore_moves_total counter" in metrics.render()
+
     def test_two_in_one_process(self) -> None:
         for component in ("master", "worker"):
             Metrics(component, "1").counter("calls", "Calls.")

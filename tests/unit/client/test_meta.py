@@ -310,6 +310,7 @@ def test_the_cluster_map(meta_of: MetaOf) -> None:
         counters=m.Counters(hits=1, corruptions=2),
         blocks=3,
     )
+    node.tiers.add(tier="ssd", hits=1, unlinked=[m.Unlinked(reason="ttl", files=2, bytes=3)])
     reply = m.ClusterMapReply(cluster="c", sequence=1, nodes=[node], files=2, directories=3, max_block_bytes=4)
     reply.lookups_found, reply.lookups_not_found = 5, 6
     cluster = meta_of(Script(reply)).cluster_map()
@@ -317,6 +318,7 @@ def test_the_cluster_map(meta_of: MetaOf) -> None:
     assert (cluster.lookups_found, cluster.lookups_not_found) == (5, 6)
     assert cluster.nodes[0].free_bytes == 6
     assert cluster.nodes[0].counters == msg.Counters(1, 0, 0, 0, 0, 0, 0, 2)
+    assert cluster.nodes[0].tiers == (msg.TierCounters("ssd", hits=1, unlinked=(msg.Unlinked("ttl", 2, 3),)),)
 
 
 def test_statfs(meta_of: MetaOf) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from kvstore.core.bursts import GAP_S, MAX_BURST_S, STEP, Bursts
+from kvstore.core.bursts import GAP_S, MAX_BURST_CLOCK, MAX_BURST_S, STEP, Bursts
 from kvstore.core.heat import Clock, Ranking
 
 CHUNK_S = 0.002
@@ -10,7 +10,7 @@ CHUNK_S = 0.002
 
 def test_within_a_burst_earlier_positions_outrank_later_ones() -> None:
     bursts = Bursts[str]()
-    found = [bursts.touch("engine", i * CHUNK_S, clock=5.0 + i) for i in range(100)]
+    found = [bursts.touch("engine", i * CHUNK_S, clock=5.0 + i / 100) for i in range(100)]
     assert found[0] == 5.0
     assert all(a > b for a, b in pairwise(found))
     assert found[0] - found[-1] == 99 * STEP
@@ -27,7 +27,7 @@ def test_clients_do_not_disturb_each_other() -> None:
     bursts = Bursts[str]()
     assert bursts.touch("a", 0.0, 1.0) == 1.0
     assert bursts.touch("b", 0.01, 2.0) == 2.0
-    assert bursts.touch("a", 0.02, 3.0) == 1.0 - STEP
+    assert bursts.touch("a", 0.02, 1.5) == 1.0 - STEP
 
 
 def test_a_client_that_never_pauses_is_not_scored_at_an_old_clock_for_ever() -> None:
@@ -35,6 +35,12 @@ def test_a_client_that_never_pauses_is_not_scored_at_an_old_clock_for_ever() -> 
     steps = int(3 * MAX_BURST_S / GAP_S)
     found = [bursts.touch("engine", i * GAP_S, clock=float(i)) for i in range(steps)]
     assert all(i - at <= MAX_BURST_S / GAP_S + steps * STEP for i, at in enumerate(found))
+
+
+def test_a_client_that_brings_more_than_fits_begins_a_new_burst() -> None:
+    bursts = Bursts[str]()
+    found = [bursts.touch("engine", i * CHUNK_S, clock=i / 10) for i in range(100)]
+    assert all(i / 10 - at <= MAX_BURST_CLOCK + 100 * STEP for i, at in enumerate(found))
 
 
 def test_bursts_that_are_over_are_forgotten() -> None:

@@ -11,6 +11,7 @@ def test_codes_are_unique_and_pinned() -> None:
         "KvError": 1, "InvalidRequest": 2, "NotFound": 3, "AlreadyExists": 4, "NotEmpty": 5, "NotDirectory": 6,
         "IsDirectory": 7, "ReadOnly": 8, "Stale": 9, "Unavailable": 10, "Overloaded": 11, "NoSpace": 12, "Denied": 13,
         "Timeout": 14, "Corrupt": 15, "Unsupported": 16, "NameTooLong": 17, "TooLarge": 18,
+        "OtherPolicy": 19,
     }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.client.sockets import SealedBlock
+from kvstore.core.errors import NoSpace
 from kvstore.core.types import Address, BlockId, Entry, Replica
 from kvstore.fuse import saved as saved_module
 from kvstore.fuse.localfile import Hashed, LocalFile
@@ -24,6 +25,7 @@ def file(id_: int) -> LocalFile:
     made = LocalFile(id_, id_ + 100, (1, "ü.tmp"), True, 0o100600, 1, 2, 3, 4, 5, temp_key=(1, "ü.tmp"), process=2**22)
     made.sealed, made.hashed, made.entry = SealedBlock(ADDRESS, 9), Hashed(3, 5, 6, 2**64 - 1), ENTRY
     made.seen = (5, 6)
+    made.failed = NoSpace("emptied")
     return made
 
 
@@ -50,6 +52,7 @@ def test_everything_comes_back(memfd: int) -> None:
     assert found.facts == Facts(ENTRY, "cluster", 1 << 30)
     assert found.files == [record_of(one, State("closed", 1.5))]
     assert found.files[0].sealed == one.sealed
+    assert found.files[0].failed == (NoSpace.code, "emptied")
     assert isinstance(found.files[0].sealed, SealedBlock)
     assert found.handles == {3: HandleRecord(7, 0, False, ENTRY), 4: HandleRecord(101, 1, True, None)}
     assert found.listings == {5: ListingRecord(1, 20, "x")}
@@ -91,9 +94,9 @@ def test_a_renaming_version_can_be_renamed_by_a_successor(memfd: int) -> None:
 
 def test_a_record_of_an_older_version_knows_no_process() -> None:
     record = record_of(file(1), State("closed", 1.5))
-    *older, process = msgspec.to_builtins(record)
-    assert process == 2**22
-    assert msgspec.convert(older, FileRecord) == msgspec.structs.replace(record, process=0)
+    *older, process, failed = msgspec.to_builtins(record)
+    assert (process, failed) == (2**22, (NoSpace.code, "emptied"))
+    assert msgspec.convert(older, FileRecord) == msgspec.structs.replace(record, process=0, failed=None)
 
 
 @given(st.integers(0, 200))

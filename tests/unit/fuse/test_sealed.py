@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 from kvstore.client.blocks import AsyncBlocks
-from kvstore.core.errors import NotFound
+from kvstore.core.errors import NotFound, Unavailable
 from kvstore.core.types import Address, BlockId, Entry
 from kvstore.fuse.sealed import SealedFiles
 from kvstore.pagecache import Residency
@@ -25,7 +26,14 @@ class OneFile:
     """Blocks that are all the same file."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.opened = path, 0
+        self.path, self.opened, self.fails = path, 0, False
+        self.touched: list[Sequence[Entry]] = []
+
+    async def touch(self, entries: Sequence[Entry]) -> None:
+        await asyncio.sleep(0)
+        if self.fails:
+            raise Unavailable("the worker is away")
+        self.touched.append(entries)
 
     async def open(self, entry: Entry) -> int:
         self.opened += 1
@@ -113,3 +121,19 @@ def test_residency(blocks: OneFile) -> None:
     os.close(fd)
     assert not residency.is_resident(fd, 0, 10)
     assert residency.is_known
+
+
+async def test_an_open_that_finds_an_fd_tells_the_worker(files: SealedFiles, blocks: OneFile) -> None:
+    """Without the caller having to wait. The first open is the worker's own; a trouble of the worker is nobody's."""
+    opened = [await files.open(ENTRY) for _ in range(4)]
+    await asyncio.sleep(0.01)
+    assert (blocks.opened, sum(map(len, blocks.touched))) == (1, 3)
+    blocks.fails = True
+    opened.append(await files.open(ENTRY))
+    await asyncio.sleep(0.01)
+    blocks.fails = False
+    opened.append(await files.open(ENTRY))
+    await asyncio.sleep(0.01)
+    assert sum(map(len, blocks.touched)) == 4
+    for file in opened:
+        files.release(file)

@@ -263,7 +263,10 @@ async def test_reports_of_volumes_that_are_not_its_own_change_nothing() -> None:
         await w.join(1)
         await w.join(2)
         await w.put("f", address(1))
-        assert (await w.report(2, held=[(address(1), 1), (address(1), 99)])).held == [Verdict.OWNED, Verdict.OWNED]
+        assert (await w.report(2, held=[(address(1), 1), (address(1), 99)])).held.verdicts == [
+            Verdict.OWNED,
+            Verdict.OWNED,
+        ]
         await w.report(2, full=full(1, []))
         assert [r.volume for r in w.stat("f").replicas] == [1]
 
@@ -277,7 +280,7 @@ async def test_a_full_report_drops_what_is_missing() -> None:
         for i in range(1, 6):
             await w.put(f"{i}", address(i))
         answer = await w.report(full=full(1, [address(2), address(4)]), fence=100)
-        assert answer.full == [Verdict.OWNED, Verdict.OWNED]
+        assert answer.full.verdicts == [Verdict.OWNED, Verdict.OWNED]
         assert await w.names() == ["2", "4"]
 
 
@@ -343,7 +346,7 @@ async def test_an_unpublished_block_past_its_grace_cannot_be_published_any_more(
     async with running() as w:
         await w.join()
         answer = await w.report(held=[(address(3), 1)], dead=[address(3)], fence=2)
-        assert answer.held == [Verdict.DEAD]
+        assert answer.held.verdicts == [Verdict.DEAD]
         with pytest.raises(Stale):
             await w.put("f", address(3))
 
@@ -353,7 +356,7 @@ async def test_a_block_that_was_published_just_before_is_not_made_dead() -> None
         await w.join()
         await w.put("f", address(3))
         answer = await w.report(held=[(address(3), 1)], dead=[address(3)])
-        assert answer.held == [Verdict.OWNED]
+        assert answer.held.verdicts == [Verdict.OWNED]
         assert w.stat("f").replicas
 
 
@@ -430,7 +433,7 @@ async def test_a_master_that_was_rolled_back_collects_nothing() -> None:
         await w.put("f", address(1))
         await w.put("f", address(2))
         assert (await w.beat()).unlink == ()
-        assert (await w.report(held=[(address(1), 1)])).held == [Verdict.UNKNOWN]
+        assert (await w.report(held=[(address(1), 1)])).held.verdicts == [Verdict.UNKNOWN]
         await w.join(sequence=1)
         assert (await w.beat()).unlink == (), "not even when its own sequence has passed the worker's"
         await w.join(sequence=0)

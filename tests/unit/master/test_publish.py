@@ -62,7 +62,7 @@ async def test_the_replaced_block_dies_and_its_holder_is_told() -> None:
         orders = await w.beat()
         assert list(orders.unlink) == [address(1).block.pack()]
         assert (await w.beat()).unlink == orders.unlink, "repeated until it is reported nowhere"
-        assert (await w.report(held=[(address(1), 1), (address(2), 1)])).held == [Verdict.DEAD, Verdict.OWNED]
+        assert (await w.report(held=[(address(1), 1), (address(2), 1)])).held.verdicts == [Verdict.DEAD, Verdict.OWNED]
         await w.report(nowhere=[address(1)])
         assert (await w.beat()).unlink == []
 
@@ -287,7 +287,7 @@ async def test_a_directory_s_times_show_what_came_and_went() -> None:
 async def test_reports_never_create() -> None:
     async with running() as w:
         await w.join()
-        assert (await w.report(held=[(address(1), 1)])).held == [Verdict.UNKNOWN]
+        assert (await w.report(held=[(address(1), 1)])).held.verdicts == [Verdict.UNKNOWN]
         assert w.db.scan(Cf.BLOCKS, b"", None, 10) == []
 
 

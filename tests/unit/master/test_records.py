@@ -16,8 +16,8 @@ GOLDEN: list[tuple[r.Codec[Any], msgspec.Struct, str]] = [
     (r.CLUSTER, r.ClusterRow("ab"), "0191a26162"),
     (r.INCARNATIONS, r.IncarnationsRow([Seen(2**64 - 1, 0), Seen(7, 300)]), "01919292cfffffffffffffffff009207cd012c"),
     (r.NAME, ENTRY, "019905cd81a4cd03e864ce00e000000a14c410000102030405060708090a0b0c0d0e0fcfffffffffffffffff"),
-    (r.INODE, r.InodeRow(1, "é"), "019201a2c3a9"),
-    (r.BLOCK, r.BlockRow(5, [1, 2**64 - 1]), "0192059201cfffffffffffffffff"),
+    (r.INODE, r.InodeRow(1, "é", 7), "019301a2c3a907"),
+    (r.BLOCK, r.BlockRow(5, [1, 2**64 - 1], 7, 300), "0194059201cfffffffffffffffff07cd012c"),
     (r.VOLUME, r.VolumeRow("n", "ssd", 1.5), "0193a16ea3737364cb3ff8000000000000"),
     (
         r.NODE,
@@ -27,9 +27,10 @@ GOLDEN: list[tuple[r.Codec[Any], msgspec.Struct, str]] = [
     (
         r.JOURNAL,
         r.JournalRow(10, "mkdir", 1, "d", 5, r.NameRow(5, 0o040755, 0, 0, 0, 1, 1)),
-        "01980aa56d6b64697201a164059905cd41ed0000000101c4000000a0",
+        "01990aa56d6b64697201a164059905cd41ed0000000101c4000000a0c0",
     ),
-    (r.COUNTERS, r.Counters(1, 2, 3, 4, 5, 6), "0196010203040506"),
+    (r.POLICY, r.PolicyRow(5, 1, 1 << 30, 1.5, True, 300, 2), "01970501ce40000000cb3ff8000000000000c3cd012c02"),
+    (r.COUNTERS, r.Counters(1, 2, 3, 4, 5, 6, 7, 8), "01980102030405060708"),
 ]
 
 
@@ -51,11 +52,14 @@ def test_keys() -> None:
 
 
 def test_a_row_with_fields_of_a_newer_version_still_loads() -> None:
-    longer = r.FORMAT + msgspec.msgpack.encode([1, "x", "a field appended later"])
-    assert r.INODE.load(longer) == r.InodeRow(1, "x")
+    longer = r.FORMAT + msgspec.msgpack.encode([1, "x", 7, "a field appended later"])
+    assert r.INODE.load(longer) == r.InodeRow(1, "x", 7)
 
 
 def test_a_row_without_the_fields_that_came_later() -> None:
+    assert r.INODE.load(bytes.fromhex("019201a2c3a9")) == r.InodeRow(1, "é", 0)
+    assert r.BLOCK.load(bytes.fromhex("0192059201cfffffffffffffffff")) == r.BlockRow(5, [1, 2**64 - 1], 0, 0)
+    assert r.COUNTERS.load(bytes.fromhex("0196010203040506")) == r.Counters(1, 2, 3, 4, 5, 6, 0, 1)
     assert r.VOLUME.load(r.FORMAT + msgspec.msgpack.encode(["n", "ssd"])) == r.VolumeRow("n", "ssd", 0.0)
 
 

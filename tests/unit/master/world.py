@@ -6,7 +6,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from kvstore.core.errors import KvError
 from kvstore.core.types import Address, BlockId, Entry
@@ -14,11 +14,27 @@ from kvstore.master.commit import Committer
 from kvstore.master.db import Cf, Db, MemoryDb
 from kvstore.master.master import Answer, Master, Orders, Settings
 from kvstore.master.nodes import Beat, Node, Registration, VolumeState, WorkerCounters
+from kvstore.master.policies import Wanted
 from kvstore.master.publish import Mode, Name, Published, Transaction
-from kvstore.master.records import BLOCK, INODE, NAME, pack_u64, replica_key
+from kvstore.master.quotas import Held
+from kvstore.master.records import (
+    BLOCK,
+    COUNTERS,
+    INODE,
+    META_COUNTERS,
+    NAME,
+    POLICY,
+    BlockRow,
+    InodeRow,
+    NameRow,
+    pack_u64,
+    replica_key,
+    unpack_u64,
+)
 from kvstore.master.remove import Kind
 from kvstore.master.rename import Move
 from kvstore.master.reports import Full, Report
+from kvstore.master.setpolicy import Holding
 from kvstore.rpc.server import stop_all
 
 P = ParamSpec("P")
@@ -82,6 +98,19 @@ class World:
     async def beat(self, i: int = 1, volumes: Sequence[int] | None = None, *, leaving: bool = False) -> Orders:
         states = [volume(v) for v in ([i] if volumes is None else volumes)]
         return await self.master.heartbeat(Beat(f"n{i}", 7 * i, states, WorkerCounters(), 0, leaving))
+
+    async def policy(self, path: str, base: int = 0, **wanted: Any) -> Holding:
+        return await self.master.set_policy(base, path, Wanted(**wanted))
+
+    async def beat_with(self, i: int = 1, *, held: Mapping[int, int], coldest: float = 1.0, version: int = 0) -> Orders:
+        """A heartbeat of a worker that holds so many bytes of each policy."""
+        policies = {policy: Held(size, coldest) for policy, size in held.items()}
+        beat = Beat(f"n{i}", 7 * i, [volume(i)], WorkerCounters(), 0, policies=policies, policies_version=version)
+        return await self.master.heartbeat(beat)
+
+    def recount(self) -> None:
+        while self.master.recount():
+            pass
 
     async def report(
         self, i: int = 1, *, held: Sequence[tuple[Address, int]] = (), nowhere: Sequence[Address] = (),
@@ -168,7 +197,29 @@ def check_invariants(db: Db) -> None:
     orders = {replica_key(v, block) for block, row in rows.items() if row.dead for v in row.volumes}
     assert keys(db, Cf.REPLICAS) == pairs
     assert keys(db, Cf.UNLINKS) == orders
+    check_policies(db, names, inodes, rows)
     assert keys(db, Cf.GRAVES) == {block for block, row in rows.items() if row.dead and not row.volumes}
+
+
+def check_policies(
+    db: Db, names: Mapping[bytes, NameRow], inodes: Mapping[bytes, InodeRow], rows: Mapping[bytes, BlockRow]
+) -> None:
+    """Each policy has counted exactly the blocks whose rows name it, or one below it."""
+    told = {unpack_u64(k): POLICY.load(v) for k, v in db.scan(Cf.POLICIES, b"", None, 1 << 40)}
+    own = {at.policy: unpack_u64(key) for key, at in inodes.items() if at.policy}
+    assert own == {id: row.inode for id, row in told.items() if row.inode}
+    counted = {id: [0, 0] for id in told}
+    lengths = {row.block: row.length_bytes for row in names.values() if row.block}
+    for block, row in rows.items():
+        at = 0 if row.dead else row.policy
+        assert not row.policy or row.dead or row.length_bytes == lengths[block]
+        while at:
+            counted[at][0] += row.length_bytes
+            counted[at][1] += 1
+            at = told[at].parent
+    assert {id: [row.used_bytes, row.files] for id, row in told.items()} == counted
+    stored = db.get(Cf.META, META_COUNTERS)
+    assert stored is None or COUNTERS.load(stored).policies == len(told)
 
 
 def keys(db: Db, cf: Cf) -> set[bytes]:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.core import mover as core
 from kvstore.core.errors import KvError
 from kvstore.worker.block import Block
+from kvstore.worker.counters import Reason
 from kvstore.worker.disk import Disk
 from kvstore.worker.settings import Settings, VolumeSettings, Watermarks
 from kvstore.worker.volume import Volume
@@ -275,7 +277,7 @@ async def test_an_evicted_block_that_comes_back_is_not_new(tmp_path: Path) -> No
         data = os.urandom(MIB)
         block = await kit.put(worker, data)
         await use(worker, block, 6)
-        await worker.evictor.evict([block])
+        await worker.evictor.evict([block], Reason.CAPACITY)
         again = await kit.put(worker, data)
         fresh = await kit.put(worker, os.urandom(MIB))
         heat = worker.store.heat
@@ -307,3 +309,17 @@ async def test_moves_keep_their_pace(tmp_path: Path) -> None:
         assert worker.counters.promotions >= 1
         moved = worker.counters.promoted_bytes / (8 * MIB)
         assert worker.runtime.monotonic_s() - start >= moved - 0.6, "the first piece waits for nobody"
+
+
+async def test_blocks_that_have_to_stay_do_not_hide_those_behind_them(tmp_path: Path) -> None:
+    async with kit.running(settings(tmp_path, mem=0, ssd=8 * MIB)) as worker:
+        for number in range(core.WINDOW + 20):
+            (await kit.put(worker, number.to_bytes(8), session=1)).pinned = True
+        for session in range(2, 9):
+            await kit.put(worker, os.urandom(MIB - 200_000), session)
+        volume = worker.store.volumes[0]
+        volume.books.capacity = 6 * MIB
+        await settle(worker)
+        assert volume.books.used <= 6 * MIB * MARKS.low + MIB
+        assert sum(block.pinned for block in worker.store.all()) == core.WINDOW + 20
+        volume.books.capacity = 8 * MIB

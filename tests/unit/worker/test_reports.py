@@ -17,10 +17,12 @@ from kvstore.pb import master_pb2 as m
 from kvstore.runtime import SystemRuntime
 from kvstore.worker import main as worker_main
 from kvstore.worker.block import Block
+from kvstore.worker.counters import Reason
 from kvstore.worker.disk import Disk
 from kvstore.worker.identity import Identity
 from kvstore.worker.membership import Membership
 from kvstore.worker.opening import open_volumes
+from kvstore.worker.report import Judged
 from kvstore.worker.settings import VolumeSettings
 from kvstore.worker.volume import Volume, open_volume
 from kvstore.worker.worker import Worker
@@ -141,7 +143,7 @@ async def test_evict_tells_first_and_unlinks_after_the_reply(
         take(request)
 
     master._take = look  # type: ignore[method-assign]
-    assert await worker.evictor.evict([block]) == MIB
+    assert await worker.evictor.evict([block], Reason.CAPACITY) == MIB
     assert told.is_set()
     assert not os.path.exists(block.path)
 
@@ -151,7 +153,7 @@ async def test_without_a_master_the_cap_holds_and_the_eviction_is_told_later(
 ) -> None:
     block = await put(worker, master, os.urandom(MIB))
     master.fail = Unavailable("gone")
-    assert await worker.evictor.evict([block]) == MIB
+    assert await worker.evictor.evict([block], Reason.CAPACITY) == MIB
     master.fail = None
     await master.until(lambda: any(block.id in split(r.nowhere_ids) for r in master.reports))
 
@@ -241,7 +243,7 @@ async def test_a_rolled_back_master_collects_nothing_even_after_a_restart(master
     master.dead.add(block.id)
     async with kit.running(settings, joined=True) as worker:
         await master.until(lambda: any(block.id in split(r.full.ids) for r in master.reports[-3:]))
-        worker.on_verdicts([(block.id, m.DEAD)])
+        worker.on_verdicts([Judged(block.id, m.DEAD)])
         worker._unlink(block.id.pack())
         assert not worker.membership.collects
         assert await kit.get(worker, block.address) == b"data"
@@ -267,7 +269,7 @@ async def test_a_master_that_finds_a_worker_ahead_collects_nothing_even_after_a_
     for _ in range(2):
         async with kit.running(settings, joined=True) as worker:
             assert list(master.registrations[-1].seen) == [m.Seen(incarnation=11, sequence=100)], "the evidence stays"
-            worker.on_verdicts([(block.id, m.DEAD)])
+            worker.on_verdicts([Judged(block.id, m.DEAD)])
             assert await kit.get(worker, block.address) == b"data"
     master.rolled_back = False
     async with kit.running(settings._replace(accept_rollback=True), joined=True) as worker:

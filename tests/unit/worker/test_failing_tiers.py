@@ -1,0 +1,201 @@
+"""A drive that fails under one tier of several: its volume goes, the worker lives on."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from kvstore.core.errors import KvError, NotFound, Unavailable
+from kvstore.core.types import Replica
+from kvstore.worker.block import Block
+from kvstore.worker.disk import Disk
+from kvstore.worker.settings import Settings, VolumeSettings
+from kvstore.worker.worker import Worker
+from tests.support import worker_kit as kit
+from tests.support.accounting import stop_moves
+from tests.support.worker_kit import MIB
+
+pytestmark = pytest.mark.allow_errors("out of service")
+
+
+class Failing(Disk):
+    """EIO from every file below `broken`."""
+
+    broken = "nothing"
+
+    def _check(self, path: str) -> None:
+        if path.startswith(self.broken):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+    def _check_fd(self, fd: int) -> None:
+        self._check(os.readlink(f"/proc/self/fd/{fd}"))
+
+    def open_read(self, path: str) -> int:
+        self._check(path)
+        return super().open_read(path)
+
+    def create(self, path: str) -> int:
+        self._check(path)
+        return super().create(path)
+
+    def rename(self, source: str, target: str) -> None:
+        self._check(target)
+        super().rename(source, target)
+
+    def unlink(self, path: str) -> None:
+        self._check(path)
+        super().unlink(path)
+
+    def replace_durably(self, path: str, data: bytes) -> None:
+        self._check(path)
+        super().replace_durably(path, data)
+
+    def read(self, fd: int, size_bytes: int, offset: int) -> bytes:
+        self._check_fd(fd)
+        return super().read(fd, size_bytes, offset)
+
+    def read_into(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self._check_fd(fd)
+        return super().read_into(fd, buffers, offset)
+
+    def write(self, fd: int, data: bytes | memoryview, offset: int) -> None:
+        self._check_fd(fd)
+        super().write(fd, data, offset)
+
+
+def settings(root: Path) -> Settings:
+    tiers = ("mem", 8 * MIB), ("ssd", 32 * MIB)
+    volumes = [VolumeSettings(tier, str(root / tier), size, 0) for tier, size in tiers]
+    return kit.settings(root)._replace(volumes=volumes, session_grace_s=60.0)
+
+
+@pytest.fixture
+def disk() -> Failing:
+    return Failing()
+
+
+@pytest.fixture
+async def worker(tmp_path: Path, disk: Failing) -> AsyncIterator[Worker]:
+    async with kit.running(settings(tmp_path), disk) as worker:
+        await stop_moves(worker)  # but for those of the test
+        yield worker
+        assert not worker.refused.done(), "it lives on"
+
+
+async def in_both(worker: Worker, count: int = 3) -> tuple[dict[Block, bytes], dict[Block, bytes]]:
+    """Blocks in memory, and on the disk."""
+    tiers: tuple[dict[Block, bytes], dict[Block, bytes]] = {}, {}
+    for number in range(2 * count):
+        data = os.urandom(MIB)
+        block = await kit.put(worker, data, session=number + 1)
+        tiers[number % 2][block] = data
+        if number % 2 == 0:
+            worker.mover.touched(block)
+            block.touches = 1
+    await type(worker.mover).step(worker.mover)
+    assert [b.volume.tier for b in (*tiers[0], *tiers[1])] == ["mem"] * count + ["ssd"] * count
+    return tiers
+
+
+def listed(worker: Worker) -> list[str]:
+    return [volume.tier for volume in worker.beat().volumes]
+
+
+async def test_when_memory_fails_its_blocks_are_misses_at_once_and_the_disk_serves(
+    worker: Worker, disk: Failing, tmp_path: Path
+) -> None:
+    hot, cold = await in_both(worker)
+    disk.broken = str(tmp_path / "mem")
+    first, *others = hot
+    first.stamp = None  # it has to be read again
+    with pytest.raises(KvError):
+        await kit.get(worker, first.address)
+    assert listed(worker) == ["ssd"]
+    for block in others:
+        with pytest.raises(NotFound):
+            await kit.get(worker, block.address)
+    for block, data in cold.items():
+        assert await kit.get(worker, block.address) == data
+    block = await kit.put(worker, b"data")
+    assert await kit.get(worker, block.address) == b"data"
+    await type(worker.mover).step(worker.mover)
+    assert len(worker.store) == len(cold) + 1
+
+
+async def test_a_peers_copy_serves_what_was_lost(worker: Worker, disk: Failing, tmp_path: Path) -> None:
+    (tmp_path / "peer").mkdir()
+    hot, _ = await in_both(worker)
+    async with kit.running(kit.settings(tmp_path / "peer", "peer")) as peer:
+        for block in hot:  # a replica of each
+            opened = await peer.opener.open(block.address, [replica_at(worker)], 20.0)
+            os.close(opened.fd)
+        disk.broken = str(tmp_path / "mem")
+        for block, data in hot.items():
+            block.stamp = None
+            opened = await worker.opener.open(block.address, [replica_at(peer)], 20.0)
+            assert os.pread(opened.fd, MIB, 0) == data
+            os.close(opened.fd)
+        assert listed(worker) == ["ssd"]
+        assert all(known.volume.tier == "ssd" for b in hot if (known := worker.store.get(b.id)))
+
+
+async def test_when_the_disk_fails_puts_are_refused_and_memory_serves_and_keeps_what_is_fetched(
+    worker: Worker, disk: Failing, tmp_path: Path
+) -> None:
+    (tmp_path / "peer").mkdir()
+    hot, cold = await in_both(worker)
+    disk.broken = str(tmp_path / "ssd")
+    for _ in range(2):
+        with pytest.raises(KvError):
+            await worker.staging.create(1, MIB)
+    assert listed(worker) == ["mem"]
+    with pytest.raises(Unavailable, match="in service"):
+        await worker.staging.create(1, MIB)
+    for block, data in hot.items():
+        assert await kit.get(worker, block.address) == data
+    with pytest.raises(NotFound):
+        await kit.get(worker, next(iter(cold)).address)
+    async with kit.running(kit.settings(tmp_path / "peer", "peer")) as peer:
+        away = await kit.put(peer, data := os.urandom(MIB))
+        opened = await worker.opener.open(away.address, [replica_at(peer)], 20.0)
+        assert os.pread(opened.fd, MIB, 0) == data
+        os.close(opened.fd)
+        found = worker.store.get(away.id)
+        assert found is not None
+        assert found.volume.tier == "mem"
+
+
+async def test_with_no_volume_left_readers_are_served_from_peers(worker: Worker, disk: Failing, tmp_path: Path) -> None:
+    (tmp_path / "peer").mkdir()
+    async with kit.running(kit.settings(tmp_path / "peer", "peer")) as peer:
+        away = await kit.put(peer, data := os.urandom(MIB))
+        for volume in worker.store.volumes:
+            worker.store.fail(volume, "as a test wants it")
+        opened = await worker.opener.open(away.address, [replica_at(peer)], 20.0)
+        assert os.pread(opened.fd, MIB, 0) == data
+        os.close(opened.fd)
+        assert listed(worker) == []
+
+
+@pytest.mark.parametrize("broken", ["mem", "ssd"])
+async def test_a_drive_that_fails_in_the_middle_of_a_move_costs_its_own_blocks_only(
+    worker: Worker, disk: Failing, tmp_path: Path, broken: str
+) -> None:
+    hot, cold = await in_both(worker)
+    for block in cold:
+        worker.mover.touched(block)
+        block.touches = 2
+    disk.broken = str(tmp_path / broken)
+    await type(worker.mover).step(worker.mover)
+    assert listed(worker) == [tier for tier in ("mem", "ssd") if tier != broken]
+    for block, data in (cold if broken == "mem" else hot).items():
+        assert await kit.get(worker, block.address) == data
+    assert not any(block.moving for block in worker.store.all())
+
+
+def replica_at(worker: Worker) -> Replica:
+    return Replica(1, "ssd", worker.settings.node, worker.endpoint)
