@@ -109,7 +109,8 @@ def show(outcome: Outcome) -> None:
         print(f"{Path(volume).name}: at most {format_size(size)} of {format_size(VOLUME_BYTES)}")
     print(f"looked {outcome.looks:,} times")
     for a in outcome.accounts:
-        fits = "fits" if a.fits else "DOES NOT FIT"
+        wrong = f"DOES NOT FIT: {a.strangers} files without a name, {a.absent} names without a file"
+        fits = "fits" if a.fits else wrong
         print(f"{a.node}: came {a.came:,} - unlinked {a.unlinked:,} = on disk {a.on_disk:,} = told {a.told:,}: {fits}")
 
 

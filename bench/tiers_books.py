@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from kvstore import Client
 from kvstore.client.messages import Node
 from kvstore.core.types import Address
+from kvstore.worker.report import REPORT_INTERVAL_S
 from tests.support.cluster import Cluster, Worker, wait_until
 
 SAMPLE_S: Final = 0.1
@@ -81,11 +82,11 @@ def files(volume: Path) -> dict[int, int]:
 
 
 def settle(cluster: Cluster) -> None:
-    """Until nothing moves any more: the same counters and files in two looks, half a second apart."""
+    """Until nothing moves any more: the same counters and files for as long as three reports take."""
     before: list[object] = []
 
     def is_still() -> bool:
-        threading.Event().wait(0.5)
+        threading.Event().wait(3 * REPORT_INTERVAL_S)
         now = [_fingerprint(cluster)]
         same, before[:] = now == before, now
         return same

@@ -19,7 +19,7 @@ from kvstore import Client, NotFound
 from tests.support.versions import checked, content
 
 MIB: Final = 1 << 20
-CHUNK_BYTES: Final = MIB
+CHUNK_BYTES: Final = MIB // 2
 SYSTEM_CHUNKS: Final = 4
 """Chunks of a system prompt, shared by all conversations that begin with it."""
 OWN_CHUNKS: Final = 12

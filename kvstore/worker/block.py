@@ -31,6 +31,8 @@ class Block:
     """Reported as "nowhere", about to be unlinked."""
     given_up: bool = False
     """Its writer does not want it any more: to be made dead unless somebody published it (rule 11)."""
+    fetched: bool = False
+    """It came from a peer, so it was published: once the master does not know it, nobody ever will."""
     touches: int = 0
     """Uses since it came to its volume."""
     proven: bool = False

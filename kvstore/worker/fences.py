@@ -45,8 +45,10 @@ class Fences:
                 del self._pending[block.boot]
 
     def is_mine(self, block: BlockId) -> bool:
-        """Whether the id is of this worker and may still be unpublished."""
-        return block.boot in self._pending
+        """Whether the id is of this worker and may still be unpublished. Not one that came back from a peer when it was
+        settled: the master may have forgotten it by then, and would never call it dead.
+        """
+        return block.counter in self._pending.get(block.boot, ())
 
     @property
     def count(self) -> int:

@@ -66,7 +66,7 @@ class Mover:
         self._evictor, self._verifier, self._background, self._pace = evictor, verifier, background, pace
         self._candidates: dict[BlockId, None] = {}
         self._next_s = 0.0
-        self._wake = asyncio.Event()
+        self._wake, self._filled = asyncio.Event(), asyncio.Event()
         self._turn = asyncio.Lock()
 
     def touched(self, block: Block) -> None:
@@ -78,17 +78,32 @@ class Mover:
                 del self._candidates[next(iter(self._candidates))]
             self._wake.set()
 
+    def filled(self, volume: Volume) -> None:
+        """Something of it was given away."""
+        if _is_over(self._space(volume)):
+            self._filled.set()
+
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            try:
-                async with asyncio.timeout(INTERVAL_S):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
-            self._wake.clear()
+            await _set_or_late(self._wake)
             if self._store.scanned.is_set():
                 await self.step()
+
+    async def run_relief(self) -> None:
+        """Until cancelled: the last tier is brought down to its low watermark as soon as it passes the high one,
+        whatever moves are under way. Who writes without asking starts in what is free between the two.
+        """
+        while True:
+            await _set_or_late(self._filled)
+            if self._store.scanned.is_set():
+                await self.relieve()
+
+    async def relieve(self) -> None:
+        """The last tier's evictions."""
+        last = [tier for tier in self._tiers() if tier.spaces][-1:]
+        if any(_is_over(space) for tier in last for space in tier.spaces):
+            await self._evict(core.plan(last, await self._coldest(), (), 0).evictions)
 
     async def step(self) -> None:
         """One plan, carried out; one after the other, as each looks at what the one before did."""
@@ -276,3 +291,13 @@ class Mover:
 
 def _is_over(space: core.Space) -> bool:
     return space.used_bytes - space.leaving_bytes > space.high_bytes
+
+
+async def _set_or_late(event: asyncio.Event) -> None:
+    """Until somebody sets it, or `INTERVAL_S` have passed; it is clear then."""
+    try:
+        async with asyncio.timeout(INTERVAL_S):
+            await event.wait()
+    except TimeoutError:
+        pass
+    event.clear()

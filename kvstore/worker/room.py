@@ -46,12 +46,14 @@ class Room:
 
     look     brings the books of a volume up to what the disk says
     demote   moves so many of a volume's bytes to the next tier; returns those that moved, 0 where there is none
+    on_take  told of each volume that gave something away
     """
 
     def __init__(self, store: Store, evictor: Evictor) -> None:
         self._store, self._evictor = store, evictor
         self.look: Callable[[Volume], Awaitable[None]] = _no_look
         self.demote: Callable[[Volume, int], Awaitable[int]] = _no_demotion
+        self.on_take: Callable[[Volume], None] = lambda volume: None
         self._turns = {volume.id: asyncio.Lock() for volume in store.volumes}
         self._freed = asyncio.Event()
         self._hopeless: dict[int, _Hopeless] = {}
@@ -75,13 +77,11 @@ class Room:
                 demote_until_s = self._now_s() + DEMOTING_SHARE * timeout_s
                 while True:
                     if (placed := place(need)) is not None and placed.books.free >= need:
-                        placed.books.take(need)
-                        return placed
+                        return self._taken(placed, need)
                     volumes = self._candidates(need)
                     for volume in volumes:
                         if volume.books.free >= need:
-                            volume.books.take(need)
-                            return volume
+                            return self._taken(volume, need)
                     slowest = [v for v in volumes if v.tier == volumes[-1].tier]
                     await self._make_room(max(slowest, key=_could_be_free), need, demote_until_s)
         except TimeoutError:
@@ -94,7 +94,7 @@ class Room:
         need = disk_bytes(size_bytes)
         if not volume.in_service or volume.books.free < need:
             raise self._no_space(size_bytes, [volume])
-        volume.books.take(need)
+        self._taken(volume, need)
 
     async def grow(self, volume: Volume, missing_bytes: Callable[[], int], timeout_s: float) -> None:
         """The same on the volume where the file already lies. With no time to wait nothing is looked at or evicted.
@@ -114,7 +114,7 @@ class Room:
         except TimeoutError:
             self._waited(volume, missing_bytes(), timeout_s)
             raise self._no_space(missing_bytes(), [volume]) from None
-        volume.books.take(more)
+        self._taken(volume, more)
 
     async def refill(self, volume: Volume) -> bool:
         """The disk of a volume turned out to be full: look at it, and evict what its other users have taken. Returns
@@ -131,6 +131,11 @@ class Room:
         except TimeoutError:
             pass
         return False
+
+    def _taken(self, volume: Volume, size_bytes: int) -> Volume:
+        volume.books.take(size_bytes)
+        self.on_take(volume)
+        return volume
 
     def _candidates(self, need: int) -> list[Volume]:
         """Disk volumes that could hold it: the fastest tier first, in it the freest."""

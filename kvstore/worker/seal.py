@@ -53,9 +53,13 @@ class Sealer:
 
     async def seal_copy(self, staged: Staged) -> Block:
         """A copy of the file becomes a block; the file stays in staging and goes on being written."""
+        return await asyncio.shield(self.start_copy(staged))
+
+    def start_copy(self, staged: Staged) -> asyncio.Task[Block]:
+        """`seal_copy`, to be awaited through `asyncio.shield`."""
         staged.check_whole()
         staged.busy = True
-        return await self._background.run(self._claimed(staged, None, keep=True))
+        return self._background.spawn(self._claimed(staged, None, keep=True))
 
     async def install(
         self, staged: Staged, session: int, address_hash: int, length_bytes: int, state: FileState
@@ -71,7 +75,9 @@ class Sealer:
     async def install_replica(self, staged: Staged, address: Address, state: FileState) -> Block:
         """A private file that holds a block fetched from a peer takes its place here."""
         staged.busy = True
-        return await self._background.run(self._rename(staged, address, PRIVATE, state))
+        block = await self._background.run(self._rename(staged, address, PRIVATE, state))
+        block.fetched = True
+        return block
 
     async def move_in(self, block: Block, staged: Staged, state: FileState) -> tuple[str, Volume]:
         """A private file that holds a copy of a block of this worker takes its place.

@@ -26,13 +26,15 @@ Key = tuple[int, int]
 class Seals:
     """What became of the handles of the sessions that live.
 
-    ``_under_way``  seals that run;  ``_blocks``  session → handle → the block it became, the oldest first.
+    ``_under_way``  seals that run;  ``_blocks``  session → handle → the block it became, the oldest first;
+    ``_copies``  session → handle → the last block that is a copy of it.
     """
 
     def __init__(self, store: Store, staging: Staging, sealer: Sealer) -> None:
         self._store, self._staging, self._sealer = store, staging, sealer
         self._under_way: dict[Key, asyncio.Task[Block]] = {}
         self._blocks: dict[int, OrderedDict[int, BlockId]] = {}
+        self._copies: dict[int, dict[int, BlockId]] = {}
 
     async def seal(self, session: int, handle: int, claim: Claim | None) -> Block:
         """The block that the staging file becomes, or became at an earlier call. Raises like `Sealer.seal`; NotFound
@@ -42,6 +44,14 @@ class Seals:
             return block
         return await asyncio.shield(self._sealing((session, handle), claim))
 
+    async def seal_copy(self, session: int, handle: int) -> Block:
+        """A block that is a copy of the staging file as it is now. One from before that nobody published is given up:
+        its client's process may have died before it knew of it. Raises like `Sealer.seal_copy`.
+        """
+        task = self._sealer.start_copy(self._staging.find(session, handle))
+        task.add_done_callback(partial(self._copied, (session, handle)))
+        return await asyncio.shield(task)
+
     async def abort(self, session: int, handle: int) -> None:
         """Throw the staging file away, or the block that it became unless it was published meanwhile: the master is
         told that it is dead, and its verdict decides (rule 11). Raises NotFound for what is published or unknown.
@@ -49,6 +59,7 @@ class Seals:
         if sealing := self._under_way.get((session, handle)):
             await asyncio.wait([sealing])
         block = self._became(session, handle)
+        self._supersede((session, handle), None)
         if block is None or block.owned:
             await self._staging.abort(self._staging.find(session, handle))
         else:
@@ -58,6 +69,8 @@ class Seals:
         """Drop what sessions that are over were told."""
         for session in [s for s in self._blocks if sessions.is_over(s, now_s)]:
             del self._blocks[session]
+        for session in [s for s in self._copies if sessions.is_over(s, now_s)]:
+            del self._copies[session]
 
     def _became(self, session: int, handle: int) -> Block | None:
         blocks = self._blocks.get(session)
@@ -75,8 +88,26 @@ class Seals:
         del self._under_way[key]
         if task.cancelled() or task.exception() is not None:
             return
+        self._supersede(key, None)
         session, handle = key
         blocks = self._blocks.setdefault(session, OrderedDict())
         blocks[handle] = task.result().id
         if len(blocks) > MAX_REMEMBERED:
             blocks.popitem(last=False)
+
+    def _copied(self, key: Key, task: asyncio.Task[Block]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._supersede(key, task.result())
+
+    def _supersede(self, key: Key, copy: Block | None) -> None:
+        """`copy` is the handle's last one now. If the one before was published after all, the verdict on it says so."""
+        session, handle = key
+        copies = self._copies.setdefault(session, {})
+        known = copies.pop(handle, None)
+        before = self._store.get(known) if known is not None else None
+        if before is not None and not before.owned and not before.leaving:
+            self._store.give_up(before)
+        if copy is not None:
+            copies[handle] = copy.id
+        if not copies:
+            del self._copies[session]

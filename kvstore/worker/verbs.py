@@ -89,7 +89,7 @@ class Verbs:
             case sp.Seal():
                 return _sealed(await self._seals.seal(session, request.staging, _claim(request)))
             case sp.SealCopy():
-                return _sealed(await self._sealer.seal_copy(self._staging.find(session, request.staging)))
+                return _sealed(await self._seals.seal_copy(session, request.staging))
             case sp.Abort():
                 await self._seals.abort(session, request.staging)
                 return Answer(sp.Ok())

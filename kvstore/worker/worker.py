@@ -90,7 +90,7 @@ class Worker:
             self.store, disk, self.staging, self.sealer, self.evictor, self.verifier, self.background, pace
         )
         self.store.on_touch, self.store.on_full = self.mover.touched, self.room.refill
-        self.room.demote = self.mover.demote
+        self.room.demote, self.room.on_take = self.mover.demote, self.mover.filled
         self.peers = Peers(self._connect)
         self.fetcher = Fetcher(
             s.node,
@@ -127,7 +127,15 @@ class Worker:
         self._start_socket()
         self._tasks += [
             self._spawn(work())
-            for work in (self._join, self._upkeep, self._probe, self.growth.run, self.heat_file.run, self.mover.run)
+            for work in (
+                self._join,
+                self._upkeep,
+                self._probe,
+                self.growth.run,
+                self.heat_file.run,
+                self.mover.run,
+                self.mover.run_relief,
+            )
         ]
         await self._server.set_serving(True)
 
@@ -272,7 +280,7 @@ class Worker:
             return False
         now = self.runtime.monotonic_s()
         late = now >= block.since_s + self.settings.session_grace_s
-        return block.given_up or (late and self.sessions.is_over(block.session, now))
+        return block.given_up or block.fetched or (late and self.sessions.is_over(block.session, now))
 
     def _register(self, reply: m.RegisterReply, known: int) -> bool:
         if not reply.cluster:

@@ -62,8 +62,10 @@ def test_an_earlier_boot_is_over_when_all_its_blocks_are_settled() -> None:
     fences = Fences(boot=7)
     fences.add_found([BlockId(5, 9), BlockId(5, 3), BlockId(7, 1)])
     assert list(fences) == [(7, 1), (5, 3)]
-    assert fences.is_mine(BlockId(5, 100))
+    assert fences.is_mine(BlockId(5, 3))
+    assert not fences.is_mine(BlockId(5, 100))
     fences.settle(BlockId(5, 3))
+    assert not fences.is_mine(BlockId(5, 3))
     assert dict(fences)[5] == 9
     fences.settle(BlockId(5, 9))
     assert list(fences) == [(7, 1)]

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.errors import AlreadyExists, Denied, Unavailable
-from kvstore.core.types import BlockId, Seen
+from kvstore.core.hashing import hash_block
+from kvstore.core.types import Address, BlockId, Seen
 from kvstore.pb import master_pb2 as m
 from kvstore.runtime import SystemRuntime
 from kvstore.worker import main as worker_main
@@ -94,6 +95,20 @@ async def test_a_block_that_its_writer_gave_up_is_made_dead_then_unlinked(worker
     assert [p.name for p in kit.files(worker, "blocks")] == [other.address.file_name]
 
 
+async def test_a_copy_that_nobody_published_goes_with_the_next_one(worker: Worker, master: FakeMaster) -> None:
+    """Its client's process died before it knew of it, and its successor does not; one that was published stays."""
+    staged = await kit.stage(worker, b"data")
+    lost = await worker.seals.seal_copy(1, staged.handle)
+    published = await worker.seals.seal_copy(1, staged.handle)
+    master.publish(published.address)
+    last = await worker.seals.seal_copy(1, staged.handle)
+    await master.until(lambda: any(lost.id in split(r.nowhere_ids) for r in master.reports))
+    await kit.until(lambda: published.owned)
+    await worker.seals.abort(1, staged.handle)
+    await master.until(lambda: any(last.id in split(r.nowhere_ids) for r in master.reports))
+    assert [p.name for p in kit.files(worker, "blocks")] == [published.address.file_name]
+
+
 @pytest.mark.parametrize("why", ["session over", "given up"])
 async def test_a_block_published_in_the_last_moment_survives_being_made_dead(
     worker: Worker, master: FakeMaster, why: str
@@ -118,6 +133,25 @@ async def test_a_block_published_in_the_last_moment_survives_being_made_dead(
     await kit.until(lambda: block.owned)
     assert not block.given_up
     assert await kit.get(worker, block.address) == b"data"
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["of another worker", "of our own, back from a peer"])
+async def test_a_replica_whose_name_went_while_it_was_fetched_does_not_stay(
+    worker: Worker, master: FakeMaster, own: bool
+) -> None:
+    """The master has forgotten the id by now: it will neither own it nor call it dead, and no session is its owner."""
+    data, id = b"data", BlockId(99, 1)
+    if own:
+        id = worker.store.fences.mint()
+        worker.store.fences.settle(id)
+    address = Address(id, len(data), hash_block(data))
+    async with worker.staging.private(len(data)) as (staged, sink):
+        await sink.write(data)
+        block = await worker.sealer.install_replica(staged, address, sink.state())
+    await master.until(lambda: any(id in split(r.nowhere_ids) for r in master.reports))
+    await kit.until(lambda: worker.store.volumes[0].books.used == 0)
+    assert not os.path.exists(block.path)
+    assert worker.counters.tiers["ssd"].unlinked[Reason.ORPHAN].files == 1
 
 
 async def test_removed_blocks_are_unlinked_by_order_and_reported(worker: Worker, master: FakeMaster) -> None:
