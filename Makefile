@@ -1,6 +1,6 @@
 # make demo    set up, then the main job: two engines share KV chunks through two mounts
 # make test    set up, then everything that CI runs
-# make check   format, lint, types, import rules, unit and contract tests (under a minute)
+# make check   format, lint, types, import rules, unit and contract tests (a minute or two)
 # make proto   generated stubs from proto/; leaves no diff
 # make bench   measurements beside the plain directory
 # make clean   remove the environment and what tools left behind
@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvstore-setup
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
-APT_PACKAGES := make fuse3 libfuse3-dev pkg-config gcc python3-dev python3-venv strace fio
+APT_PACKAGES := make e2fsprogs fuse3 libfuse3-dev pkg-config gcc python3-dev python3-venv strace fio
 PROTOS := $(wildcard proto/kvstore/pb/*.proto)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 

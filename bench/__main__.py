@@ -18,6 +18,7 @@ def main() -> None:
     run("SDK beside the plain file", "bench.sdk")
     run("mount beside a plain directory", "bench.mount")
     run("master: 1,000,000 entries", "bench.master_scale")
+    run("tiers under LMCache's load", "bench.tiers")
     if trace.DEFAULT_DATA.is_dir():
         run("cache policies on real traces", "bench.trace")
     else:

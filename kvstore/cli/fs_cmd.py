@@ -73,8 +73,9 @@ def show(
     """All about one name: inode, size, times, its block, where the replicas are and how hot, quota, TTL, pin."""
     with open_store(master, config, "") as client:
         entry = client.stat(path)
-        where = {"where": fs_policies.described_rows(client.describe(entry))} if not entry.is_dir else {}
         holding = fs_policies.holding_row(client.policies(path))
+        described = [] if entry.is_dir else client.describe(entry)
+        where = {"where": fs_policies.described_rows(described, pinned=holding["pinned"])}
     columns = [*fs_rows.ALL, *([] if entry.is_dir else [fs_policies.HEAT]), *fs_policies.HOLDING]
     print_object({**fs_rows.entry_row(path, entry), **where, **holding}, columns, as_json)
 

@@ -17,6 +17,8 @@ from kvstore.config.units import format_size, parse_duration_s, parse_size
 from kvstore.core.errors import InvalidRequest
 from kvstore.core.paths import normalize
 
+LEAST_QUOTA_BYTES: Final = 1 << 20
+LEAST_TTL_S: Final = 1.0
 NONE: Final = "none"
 """In place of a quota or a TTL: take it away."""
 
@@ -45,7 +47,9 @@ def quota(
     as_json: JsonOption = False,
 ) -> None:
     """How much may be published below a directory; above it the directory's own coldest blocks go."""
-    wanted = None if not size else 0 if size == NONE else _positive(parse_size(size), "quota")
+    wanted = (
+        None if not size else 0 if size == NONE else _at_least(parse_size(size), LEAST_QUOTA_BYTES, "quota", "1MiB")
+    )
     _say(path, master, config, as_json, quota_bytes=wanted)
 
 
@@ -57,7 +61,7 @@ def ttl(
     as_json: JsonOption = False,
 ) -> None:
     """How long a block below a directory stays after its last use."""
-    wanted = None if not time else 0.0 if time == NONE else _positive(parse_duration_s(time), "TTL")
+    wanted = None if not time else 0.0 if time == NONE else _at_least(parse_duration_s(time), LEAST_TTL_S, "TTL", "1s")
     _say(path, master, config, as_json, ttl_s=wanted)
 
 
@@ -113,8 +117,12 @@ def holding_row(holding: Holding) -> dict[str, Any]:
     }
 
 
-def described_rows(found: Sequence[Described]) -> list[dict[str, Any]]:
-    return [described._asdict() for described in found]
+def described_rows(found: Sequence[Described], *, pinned: bool) -> list[dict[str, Any]]:
+    """`pinned`: by its name; where there is no room for the pin (`worker.pin_share`) it has no effect."""
+    return [
+        {**described._asdict(), "pin": "pinned" if described.pinned else "pin without effect" if pinned else ""}
+        for described in found
+    ]
 
 
 def duration(seconds: float) -> str:
@@ -140,15 +148,15 @@ def _quotas(quotas: list[dict[str, Any]]) -> str:
 def _where(described: list[dict[str, Any]]) -> str:
     return ", ".join(
         f"{d['node']} ({d['tier']}): {d['heat']:.2f}"
-        + (", pinned" if d["pinned"] else "")
+        + (f", {d['pin']}" if d["pin"] else "")
         + (f", expires in {duration(d['expires_s'])}" if d["expires_s"] is not None else "")
         for d in described
     )
 
 
-def _positive(value: Any, what: str) -> Any:
-    if value <= 0:
-        raise InvalidRequest(f"a {what} of 0 would keep nothing; write {NONE} to take it away")
+def _at_least(value: Any, least: float, what: str, example: str) -> Any:
+    if value < least:
+        raise InvalidRequest(f"a {what} below {example} would keep nothing; write {NONE} to take it away")
     return value
 
 

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvstore.client.deadline import seconds
+from kvstore.core.errors import InvalidRequest
 from kvstore.core.limits import METADATA_TIMEOUT_S
+from kvstore.core.types import U63_MAX
 from kvstore.pb import master_pb2 as m
 from kvstore.rpc import methods
 from kvstore.rpc.failover import AsyncFailover, Failover
@@ -87,7 +89,7 @@ class AsyncPolicies:
         pinned: bool | None = None, timeout_s: float = _DEFAULT_S,
     ) -> Holding:  # fmt: skip
         """Say it; None leaves it as it is, 0 and False take it away. What holds for the path then."""
-        request = m.SetPolicyRequest(base=base, path=path, quota_bytes=quota_bytes, ttl_s=ttl_s, pinned=pinned)
+        request = _set_request(path, base, quota_bytes, ttl_s, pinned)
         return _holding(await self._link.call(methods.SET_POLICY, request, seconds(timeout_s)))
 
     async def of(self, path: str, *, base: int = 0, timeout_s: float = _DEFAULT_S) -> Holding:
@@ -110,7 +112,7 @@ class Policies:
         self, path: str, *, base: int = 0, quota_bytes: int | None = None, ttl_s: float | None = None,
         pinned: bool | None = None, timeout_s: float = _DEFAULT_S,
     ) -> Holding:  # fmt: skip
-        request = m.SetPolicyRequest(base=base, path=path, quota_bytes=quota_bytes, ttl_s=ttl_s, pinned=pinned)
+        request = _set_request(path, base, quota_bytes, ttl_s, pinned)
         return _holding(self._link.call(methods.SET_POLICY, request, seconds(timeout_s)))
 
     def of(self, path: str, *, base: int = 0, timeout_s: float = _DEFAULT_S) -> Holding:
@@ -120,6 +122,14 @@ class Policies:
     def all(self, *, timeout_s: float = _DEFAULT_S) -> list[Policy]:
         reply = self._link.call(methods.LIST_POLICIES, m.ListPoliciesRequest(), seconds(timeout_s))
         return _policies(reply.policies)
+
+
+def _set_request(
+    path: str, base: int, quota_bytes: int | None, ttl_s: float | None, pinned: bool | None
+) -> m.SetPolicyRequest:
+    if quota_bytes is not None and not 0 <= quota_bytes <= U63_MAX:
+        raise InvalidRequest(f"a quota of {quota_bytes} bytes is out of range")
+    return m.SetPolicyRequest(base=base, path=path, quota_bytes=quota_bytes, ttl_s=ttl_s, pinned=pinned)
 
 
 def _holding(reply: m.PolicyReply) -> Holding:

@@ -17,6 +17,7 @@ from kvstore.fuse.localfile import LocalFile
 from kvstore.fuse.names import NO_STATE, State, TempPatterns
 from kvstore.fuse.ops import Parts
 from kvstore.fuse.publishing import Publisher
+from kvstore.fuse.readopens import ReadOpens
 from kvstore.fuse.saved import NOTHING_SAVED, DirectoryRecord, Facts, Saved, SavedState
 from kvstore.fuse.sealed import SealedFiles
 from kvstore.fuse.space import Space
@@ -41,12 +42,15 @@ def build(
         saved.state_of = lambda file: _state_of(local, file)
     area = StagingArea(client.blocks, runtime, facts.max_block_bytes, keeper or PLAIN)
     publisher = Publisher(tree, area, local, saved)
-    files = Files(tree, local, sealed, area, publisher, saved, runtime, direct_io=mount.direct_io)
+    readopens = ReadOpens(tree, sealed)
+    files = Files(tree, local, sealed, readopens, area, publisher, saved, runtime, direct_io=mount.direct_io)
     changes = Changes(tree, local, sealed, files, publisher, saved, runtime)
     attributes = Attributes(Owner(mount.uid, mount.gid, mount.umask_bits))
     space, patterns = Space(master, facts.root.inode, runtime), TempPatterns(mount.temp_patterns)
     xattrs = ExtendedAttributes(tree, master, client)
-    return Parts(numbers, tree, local, sealed, files, changes, space, patterns, attributes, saved, area, xattrs)
+    return Parts(
+        numbers, tree, local, sealed, readopens, files, changes, space, patterns, attributes, saved, area, xattrs
+    )  # fmt: skip
 
 
 def new_saved(keeper: Keeper | None) -> Saved:

@@ -14,8 +14,7 @@ from typing import Final, NamedTuple
 
 import pyfuse3
 
-from kvstore.core.errors import MISSES, AlreadyExists, IsDirectory, KvError, NotFound, Stale
-from kvstore.core.recently import Recently
+from kvstore.core.errors import AlreadyExists, IsDirectory, KvError, Stale
 from kvstore.core.types import Entry
 from kvstore.fuse.backing import Backing
 from kvstore.fuse.handles import HandleTable
@@ -23,6 +22,7 @@ from kvstore.fuse.inodes import Cached, Numbers
 from kvstore.fuse.local import GRACE_S, HAND_SHAKE_S, LocalFiles
 from kvstore.fuse.localfile import Key, LocalFile
 from kvstore.fuse.publishing import Publisher
+from kvstore.fuse.readopens import ReadOpens
 from kvstore.fuse.saved import HandleRecord, Saved
 from kvstore.fuse.sealed import SealedFile, SealedFiles
 from kvstore.fuse.staging import StagingArea
@@ -32,11 +32,6 @@ from kvstore.runtime import Runtime
 log = logging.getLogger(__name__)
 
 _ACCESS: Final = os.O_ACCMODE
-OUTDATED_S: Final = 0.5
-"""The kernel's second try comes at once."""
-PIN_TRIES: Final = 8
-"""Versions that may be replaced one after the other while a look-up tries to hold one."""
-PIN_S: Final = 2 * HAND_SHAKE_S
 
 
 @dataclass(slots=True, eq=False)
@@ -68,6 +63,7 @@ class Files:
         tree: Tree,
         local: LocalFiles,
         sealed: SealedFiles,
+        readopens: ReadOpens,
         area: StagingArea,
         publisher: Publisher,
         saved: Saved,
@@ -75,12 +71,11 @@ class Files:
         *,
         direct_io: bool,
     ) -> None:
-        self._tree, self._local, self._sealed, self._area, self._publisher = tree, local, sealed, area, publisher
+        self._tree, self._local, self._sealed, self._readopens = tree, local, sealed, readopens
+        self._area, self._publisher = area, publisher
         self._backing: Backing = area.backing
         self._saved, self._runtime, self._direct_io = saved, runtime, direct_io
         self.handles: HandleTable[Handle] = HandleTable()
-        self._contended: Recently[Key] = Recently(OUTDATED_S)
-        self._pinned: Recently[int] = Recently(HAND_SHAKE_S)
 
     async def create(
         self, key: Key, temporary: bool, mode: int, flags: int, uid: int, gid: int, process: int
@@ -106,7 +101,7 @@ class Files:
             raise
         await self._close(file, number, writes=True)
         cached = await self._tree.by_inode(file.entry.inode)
-        return self._hand_out(await self._open_sealed(cached)), cached
+        return self._hand_out(await self._readopens.open_found(cached)), cached
 
     async def open(self, inode: int, flags: int, process: int) -> Opened:
         """Raises Stale for what must be looked up again: outdated numbers, and sealed files that are to be written."""
@@ -116,7 +111,7 @@ class Files:
         if writes:
             self._local.want(inode, self._tree.cache.last_key(inode), self._runtime.monotonic_s())
             raise Stale("to be written: look it up again")
-        return self._hand_out(await self._open_to_read(inode))
+        return self._hand_out(await self._readopens.open(inode))
 
     async def read(self, number: int, offset: int, size_bytes: int) -> bytes | memoryview:
         file = self.handles.get(number).file
@@ -252,15 +247,14 @@ class Files:
             # Its look-up came while a writer's number stood for the name.
             if file.entry is not None and not self._backing.passthrough:
                 # It gets what was published last, past the page cache, which is the writer's.
-                opened = self._hand_out(await self._open_sealed(await self._tree.by_inode(file.entry.inode)))
+                opened = self._hand_out(await self._readopens.open_found(await self._tree.by_inode(file.entry.inode)))
                 return opened._replace(direct=True, keep_cache=False)
             # One inode has one file behind it: as soon as the writer is here, another look-up leads elsewhere.
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(file.arrived.wait(), GRACE_S)
             await self._grace_is_over(file)
             self._local.expect_nobody(file)
-            if file.key is not None:
-                self._contended.add(file.key, self._tree.now_s())
+            self._readopens.contend(file.key)
             raise Stale("a writer's number: look it up again")
         self._local.opened(file, number, writes=False)
         try:
@@ -325,54 +319,6 @@ class Files:
         async with file.lock:
             if file.fd < 0 and file.size_bytes and file.entry is not None:
                 file.set_block(await self._sealed.open_fd(file.entry))
-
-    async def _open_sealed(self, cached: Cached) -> SealedFile:
-        try:
-            return await self._sealed.open(cached.entry)
-        except MISSES as error:
-            log.debug("cannot open %s: %s", cached.entry.address, error.message)
-        # What was remembered may be out of date: replicas move. One fresh look, then the miss (rule 23).
-        fresh = await self._tree.ask_inode(cached.entry.inode)
-        try:
-            return await self._sealed.open(fresh.entry)
-        except MISSES as error:
-            if fresh.key is not None:  # what is stored under it next replaces it, even if it is equal
-                self._tree.unreadable.add(fresh.key, self._tree.now_s())
-            raise NotFound(f"no replica can be read: {error.message}", reason=error.reason) from None
-
-    def is_contended(self, key: Key) -> bool:
-        """Whether an open of this name came too late for the number that its look-up was answered."""
-        return self._contended.has(key, self._tree.now_s())
-
-    async def pin(self, key: Key, cached: Cached) -> Cached:
-        """Hold the block of what a look-up is about to answer, so that the open that follows cannot be too late again:
-        the kernel tries only once more.
-        """
-        for _ in range(PIN_TRIES):
-            try:
-                file = await self._sealed.open(cached.entry)
-            except (*MISSES, Stale):
-                self._tree.cache.forget_inode(cached.entry.inode)
-                cached = await self._tree.by_name(key)
-                continue
-            asyncio.get_running_loop().call_later(PIN_S, self._sealed.release, file)
-            self._pinned.add(file.entry.inode, self._tree.now_s())
-            break
-        return cached
-
-    async def _open_to_read(self, inode: int) -> SealedFile:
-        """Raises Stale for an outdated number: the kernel looks the name up again, once, and that look-up is pinned."""
-        pinned = self._sealed.get(inode)
-        if pinned is not None and not pinned.is_behind and self._pinned.has(inode, self._tree.now_s()):
-            pinned.handles += 1
-            return pinned
-        key = self._tree.cache.last_key(inode)
-        try:
-            return await self._open_sealed(await self._tree.by_inode(inode))
-        except Stale:
-            if key is not None:
-                self._contended.add(key, self._tree.now_s())
-            raise
 
     def _hand_out(self, file: SealedFile) -> Opened:
         inode = file.entry.inode

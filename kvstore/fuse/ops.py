@@ -1,4 +1,4 @@
-"""What the kernel asks, translated: numbers, names and attributes here, all decisions in the modules below.
+"""What the kernel asks, translated: one handler an operation, all decisions in the modules below.
 
 Concurrency contract: everything runs on one loop. What stands between two awaits is atomic; whoever awaits while it
 changes a local file holds that file's lock (`LocalFile.lock`), and two locks are taken in order of inode number.
@@ -30,29 +30,28 @@ from pyfuse3 import (
 )
 
 from kvstore.core.errors import AlreadyExists, NotFound
-from kvstore.core.limits import MAX_NAME_BYTES
 from kvstore.fuse.attrs import Attributes, of_statfs
 from kvstore.fuse.changes import Changes, Wanted
-from kvstore.fuse.files import Files, Opened
+from kvstore.fuse.files import Files
 from kvstore.fuse.guard import guarded_operations
 from kvstore.fuse.handles import DIRECTORY_BIT, MAX_HANDLE, HandleTable
-from kvstore.fuse.inodes import Cached, Numbers
+from kvstore.fuse.inodes import Numbers
 from kvstore.fuse.listing import Listing
 from kvstore.fuse.local import LocalFiles
-from kvstore.fuse.localfile import Key, LocalFile
+from kvstore.fuse.localfile import LocalFile
 from kvstore.fuse.names import TempPatterns
 from kvstore.fuse.notoffered import refuse
+from kvstore.fuse.readopens import ReadOpens
 from kvstore.fuse.repeats import Repeats
 from kvstore.fuse.saved import ListingRecord, Saved
 from kvstore.fuse.sealed import SealedFiles
 from kvstore.fuse.space import Space
 from kvstore.fuse.staging import StagingArea
-from kvstore.fuse.tree import AWAY, Tree
+from kvstore.fuse.translation import Translator, file_info, thread_group
+from kvstore.fuse.tree import Tree
 from kvstore.fuse.xattrs import ExtendedAttributes, XattrHandlers
-from kvstore.keeper.channel import PASSTHROUGH_BIT
 
 _RENAME_FLAGS: Final = int(pyfuse3.RENAME_NOREPLACE)
-SETGID: Final = stat.S_ISGID
 
 
 class Parts(NamedTuple):
@@ -62,6 +61,7 @@ class Parts(NamedTuple):
     tree: Tree
     local: LocalFiles
     sealed: SealedFiles
+    readopens: ReadOpens
     files: Files
     changes: Changes
     space: Space
@@ -84,13 +84,12 @@ class Operations(XattrHandlers):
         self.counts: Counter[tuple[str, str]] = Counter()
         self.repeats = Repeats()
         self._numbers, self._tree, self._local, self._sealed = parts.numbers, parts.tree, parts.local, parts.sealed
-        self._files, self._changes, self._space, self._patterns = (
-            parts.files,
-            parts.changes,
-            parts.space,
-            parts.patterns,
-        )
+        self._readopens, self._files, self._changes = parts.readopens, parts.files, parts.changes
+        self._space, self._patterns = parts.space, parts.patterns
         self._attributes, self._saved, self._xattrs = parts.attributes, parts.saved, parts.xattrs
+        self._translator = Translator(
+            parts.numbers, parts.tree, parts.local, parts.sealed, parts.patterns, parts.attributes
+        )
         self.directories: HandleTable[Listing] = HandleTable()
 
     def commit(self) -> None:
@@ -100,7 +99,7 @@ class Operations(XattrHandlers):
     # ---- names ----
 
     async def lookup(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> EntryAttributes:
-        key, temporary = self._key(parent_inode, name)
+        key, temporary = self._translator.key(parent_inode, name)
         if temporary:
             shown = self._local.shown(key, self._tree.now_s())
             if shown is None:
@@ -112,28 +111,28 @@ class Operations(XattrHandlers):
             return self._attributes.of_local(writer)
         try:
             cached = await self._tree.by_name(key)
-            if not cached.entry.is_dir and self._files.is_contended(key):
-                cached = await self._files.pin(key, cached)
+            if not cached.entry.is_dir and self._readopens.is_contended(key):
+                cached = await self._readopens.pin(key, cached)
         except NotFound:
             raise pyfuse3.FUSEError(errno.ENOENT) from None
         expected = self._local.expected(key, cached.entry, self._tree.now_s())
-        return self._attributes.of_local(expected) if expected else self._shown(cached)
+        return self._attributes.of_local(expected) if expected else self._translator.shown(cached)
 
     async def mkdir(self, parent_inode: InodeT, name: FileNameT, mode: ModeT, ctx: RequestContext) -> EntryAttributes:
-        key, temporary = self._key(parent_inode, name)
+        key, temporary = self._translator.key(parent_inode, name)
         if temporary:  # such a name would be no name for anybody else
             refuse(errno.EPERM)
-        gid, setgid = await self._group(key[0], ctx)
+        gid, setgid = await self._translator.group(key[0], ctx)
         try:
-            made = await self._changes.mkdir(key, stat.S_IMODE(mode) | setgid, self._uid(ctx), gid)
+            made = await self._changes.mkdir(key, stat.S_IMODE(mode) | setgid, self._translator.uid(ctx), gid)
         except AlreadyExists:
             if not self.repeats.mkdir(parent_inode, name):
                 raise
             made = await self._tree.by_name(key)
-        return self._shown(made)
+        return self._translator.shown(made)
 
     async def rmdir(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
-        key, temporary = self._key(parent_inode, name)
+        key, temporary = self._translator.key(parent_inode, name)
         if temporary:
             refuse(errno.ENOTDIR if self._local.temps.lookup(key) else errno.ENOENT)
         try:
@@ -143,7 +142,7 @@ class Operations(XattrHandlers):
                 raise
 
     async def unlink(self, parent_inode: InodeT, name: FileNameT, ctx: RequestContext) -> None:
-        key, temporary = self._key(parent_inode, name)
+        key, temporary = self._translator.key(parent_inode, name)
         try:
             if temporary:
                 await self._changes.unlink_temporary(key, thread_group(ctx.pid))
@@ -164,8 +163,8 @@ class Operations(XattrHandlers):
     ) -> None:
         if flags & ~_RENAME_FLAGS:
             refuse(errno.EINVAL)
-        source, from_temporary = self._key(parent_inode_old, name_old)
-        target, to_temporary = self._key(parent_inode_new, name_new)
+        source, from_temporary = self._translator.key(parent_inode_old, name_old)
+        target, to_temporary = self._translator.key(parent_inode_new, name_new)
         if to_temporary and not from_temporary:
             # Others would see the name vanish and never come back. EXDEV makes mv(1) copy, which says what happens.
             refuse(errno.EXDEV)
@@ -191,13 +190,13 @@ class Operations(XattrHandlers):
 
     async def getattr(self, inode: InodeT, ctx: RequestContext) -> EntryAttributes:
         if Numbers.is_local(inode):
-            return self._attributes.of_local(self._known(inode), inode)
+            return self._attributes.of_local(self._translator.known(inode), inode)
         number = self._numbers.to_master(inode)
         opened = self._sealed.get(number)
         if opened is not None:
             ttl_s = self._tree.cache.ttl_s
             return self._attributes.of_entry(inode, opened.entry, ttl_s, removed=opened.removed)
-        return self._shown(await self._tree.by_inode(number))
+        return self._translator.shown(await self._tree.by_inode(number))
 
     async def setattr(
         self,
@@ -207,7 +206,7 @@ class Operations(XattrHandlers):
         fh: FileHandleT | None,
         ctx: RequestContext,
     ) -> EntryAttributes:
-        self._check_owner(attr, fields)
+        self._translator.check_owner(attr, fields)
         wanted = Wanted(
             stat.S_IMODE(attr.st_mode) if fields.update_mode else None,
             attr.st_uid if fields.update_uid else None,
@@ -215,7 +214,7 @@ class Operations(XattrHandlers):
             attr.st_mtime_ns if fields.update_mtime else None,
         )
         if Numbers.is_local(inode):
-            file = self._known(inode)
+            file = self._translator.known(inode)
             if fields.update_size:
                 await self._files.truncate(file, attr.st_size, by_path=fh is None)
             if not wanted.is_empty:
@@ -224,7 +223,7 @@ class Operations(XattrHandlers):
         number = self._numbers.to_master(inode)
         if fields.update_size:
             await self._files.truncate_sealed(number, attr.st_size)
-        return self._shown(await self._changes.set_attributes(number, wanted))
+        return self._translator.shown(await self._changes.set_attributes(number, wanted))
 
     async def access(self, inode: InodeT, mode: ModeT, ctx: RequestContext) -> bool:
         """Never asked: `default_permissions` lets the kernel decide by the attributes."""
@@ -238,19 +237,21 @@ class Operations(XattrHandlers):
     async def create(
         self, parent_inode: InodeT, name: FileNameT, mode: ModeT, flags: FlagT, ctx: RequestContext
     ) -> tuple[FileInfo, EntryAttributes]:
-        key, temporary = self._key(parent_inode, name)
-        gid, _ = await self._group(key[0], ctx)
+        key, temporary = self._translator.key(parent_inode, name)
+        gid, _ = await self._translator.group(key[0], ctx)
         full_mode = stat.S_IFREG | stat.S_IMODE(mode)
         if self.repeats.create(parent_inode, name):
             flags = FlagT(flags & ~os.O_EXCL)
         process = thread_group(ctx.pid)
-        opened, made = await self._files.create(key, temporary, full_mode, flags, self._uid(ctx), gid, process)
-        shown = self._attributes.of_local(made) if isinstance(made, LocalFile) else self._shown(made)
-        return _file_info(opened), shown
+        opened, made = await self._files.create(
+            key, temporary, full_mode, flags, self._translator.uid(ctx), gid, process
+        )
+        shown = self._attributes.of_local(made) if isinstance(made, LocalFile) else self._translator.shown(made)
+        return file_info(opened), shown
 
     async def open(self, inode: InodeT, flags: FlagT, ctx: RequestContext) -> FileInfo:
         process = thread_group(ctx.pid) if Numbers.is_local(inode) else 0
-        return _file_info(await self._files.open(self._numbers.to_master(inode), flags, process))
+        return file_info(await self._files.open(self._numbers.to_master(inode), flags, process))
 
     async def read(self, fh: FileHandleT, off: int, size: int) -> bytes:
         return await self._files.read(fh & MAX_HANDLE, off, size)  # type: ignore[return-value]  # any contiguous buffer will do
@@ -277,7 +278,7 @@ class Operations(XattrHandlers):
 
     def listing(self, directory: int) -> Listing:
         """Of a directory (number of the master)."""
-        name = self._directory_name(directory)
+        name = self._translator.directory_name(directory)
         return Listing(
             self._tree, directory, lambda: self._local.temps.listed(directory), lambda n: self._patterns.match(name, n)
         )
@@ -290,7 +291,7 @@ class Operations(XattrHandlers):
             if isinstance(what, LocalFile):
                 shown = self._attributes.of_local(what)
             else:
-                shown = self._shown_in_listing(listing, name, what)
+                shown = self._translator.shown(what._replace(key=(listing.directory, name)))
             if not pyfuse3.readdir_reply(token, FileNameT(name.encode()), shown, behind):
                 break
             position = behind
@@ -313,89 +314,16 @@ class Operations(XattrHandlers):
         """Regular files only: an empty one, which exists at once."""
         if not stat.S_ISREG(mode):
             refuse(errno.EPERM)
-        key, temporary = self._key(parent_inode, name)
-        gid, _ = await self._group(key[0], ctx)
+        key, temporary = self._translator.key(parent_inode, name)
+        gid, _ = await self._translator.group(key[0], ctx)
         full_mode, flags = stat.S_IFREG | stat.S_IMODE(mode), os.O_WRONLY | os.O_EXCL
         process = thread_group(ctx.pid)
-        opened, made = await self._files.create(key, temporary, full_mode, flags, self._uid(ctx), gid, process)
+        opened, made = await self._files.create(
+            key, temporary, full_mode, flags, self._translator.uid(ctx), gid, process
+        )
         entry = made.entry
         await self._files.release(opened.handle)
         if entry is not None:
             return self._attributes.of_entry(entry.inode, entry, 0)
         assert isinstance(made, LocalFile)
         return self._attributes.of_local(made)
-
-    # ---- helpers ----
-
-    def _key(self, parent_inode: int, name: bytes) -> tuple[Key, bool]:
-        """The name at the master, and whether it is a temporary one."""
-        if len(name) > MAX_NAME_BYTES:
-            refuse(errno.ENAMETOOLONG)
-        try:
-            text = name.decode()
-        except UnicodeDecodeError:
-            refuse(errno.EILSEQ)
-        directory = self._numbers.to_master(parent_inode)
-        return (directory, text), self._patterns.match(self._directory_name(directory), text)
-
-    def _directory_name(self, directory: int) -> str:
-        return self._tree.cache.directory_name(directory)
-
-    def _known(self, inode: int) -> LocalFile:
-        file = self._local.get(inode)
-        if file is None:
-            refuse(errno.ESTALE)
-        return file
-
-    def _shown(self, cached: Cached) -> EntryAttributes:
-        inode = self._numbers.to_kernel(cached.entry.inode)
-        opened = self._sealed.get(cached.entry.inode)
-        if opened is not None:  # its attributes may have changed on another mount
-            opened.entry = cached.entry._replace(replicas=opened.entry.replicas)
-        # A name that is open for writing here is about to change: the kernel asks again each time.
-        timeout_s = 0.0 if cached.key in self._local.by_key else self._tree.left_s(cached)
-        return self._attributes.of_entry(inode, cached.entry, timeout_s)
-
-    def _shown_in_listing(self, listing: Listing, name: str, cached: Cached) -> EntryAttributes:
-        return self._shown(cached._replace(key=(listing.directory, name)))
-
-    async def _group(self, directory: int, ctx: RequestContext) -> tuple[int, int]:
-        """(group of what is made in a directory, the bit that a directory in it inherits).
-
-        A set-group-id directory hands down its group. Remembered of any age: every put changes the directory's times,
-        and a call of the master for each CREATE would be dear (rule 25).
-        """
-        gid = self._attributes.owner.gid_of(ctx.gid)
-        cached = self._tree.cache.by_inode(directory)
-        try:
-            entry = (cached or await self._tree.by_inode(directory)).entry
-        except AWAY:
-            return gid, 0
-        return (entry.gid, SETGID) if entry.mode & SETGID else (gid, 0)
-
-    def _uid(self, ctx: RequestContext) -> int:
-        return self._attributes.owner.uid_of(ctx.uid)
-
-    def _check_owner(self, attr: EntryAttributes, fields: SetattrFields) -> None:
-        """With --uid or --gid the owner is the mount's, not the file's."""
-        uid, gid, _ = self._attributes.owner
-        if (fields.update_uid and uid not in (None, attr.st_uid)) or (
-            fields.update_gid and gid not in (None, attr.st_gid)
-        ):
-            refuse(errno.EPERM)
-
-
-def thread_group(thread: int) -> int:
-    """The process of a thread that calls (10 µs); 0 where that cannot be told: the thread has gone, or is 0 itself, as
-    the kernel names one in a namespace that is not visible.
-    """
-    try:
-        with open(f"/proc/{thread}/status", "rb") as status:
-            return next((int(line[5:]) for line in status if line.startswith(b"Tgid:")), 0)
-    except (OSError, ValueError):
-        return 0
-
-
-def _file_info(opened: Opened) -> FileInfo:
-    handle = opened.handle | PASSTHROUGH_BIT if opened.passthrough else opened.handle
-    return FileInfo(FileHandleT(handle), direct_io=opened.direct, keep_cache=opened.keep_cache)

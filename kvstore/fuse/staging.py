@@ -8,40 +8,30 @@ what it did, every flush hashes anew, and while somebody still has the file open
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import logging
 import os
-from collections.abc import Awaitable, Callable
-from typing import Final, NoReturn, TypeVar
+from typing import Final, NoReturn
 
 from kvstore.client.blocks import AsyncBlocks
 from kvstore.client.files import reopened
 from kvstore.client.sockets import SealedBlock
-from kvstore.client.staging import Staging, room_to_ask
+from kvstore.client.staging import Staging
 from kvstore.core.errors import KvError, NoSpace, NotFound, Stale, Timeout, TooLarge, Unavailable
 from kvstore.core.hashing import BlockHasher
-from kvstore.core.limits import KIB, MIB
+from kvstore.core.limits import KIB
 from kvstore.filecut import cut, is_cut
 from kvstore.fuse.backing import PLAIN, Backing
 from kvstore.fuse.filebytes import check_whole, copied, empty, hash_of, write_all
 from kvstore.fuse.localfile import Hashed, LocalFile
+from kvstore.fuse.reservations import Reservations
 from kvstore.fuse.spares import Spares
 from kvstore.fuse.threads import on_fd
-from kvstore.fuse.usual import UsualSizes
 from kvstore.runtime import Runtime
 
 log = logging.getLogger(__name__)
 
-FIRST_RESERVATION_BYTES: Final = 4 * MIB
-MAX_RESERVATION_STEP_BYTES: Final = 256 * MIB
-"""Reservations grow fourfold up to this step: a chunk of 14 MiB takes three calls, a file of 1 GiB nine.
-
-A small file has only what it needs: a thousand of them that nobody renames must not push the cache out.
-"""
-SPARED_BYTES: Final = 64 * KIB
-"""So much more than it needs a file may keep reserved. What was reserved ahead beyond that goes back at the flush."""
 SMALL_WRITE_BYTES: Final = 64 * KIB
 """Always written on the loop: the way to a thread and back costs more (about 150 µs)."""
 SLOW_WRITE_S: Final = 0.005
@@ -51,21 +41,16 @@ THREADS_FOR_S: Final = 1.0
 Once one took `SLOW_WRITE_S` the kernel is holding writers back for the disk, and for so long they go to threads, so
 that nobody else waits for it.
 """
-TIGHT_FOR_S: Final = 10.0
-"""After a reservation that was too much for the disk, so long only what is needed is asked for."""
-T = TypeVar("T")
 
 
 class StagingArea:
     """The bytes of local files. `max_block_bytes`: a file is one block."""
 
     def __init__(self, blocks: AsyncBlocks, runtime: Runtime, max_block_bytes: int, backing: Backing = PLAIN) -> None:
-        self._blocks, self._runtime, self.max_block_bytes, self.backing = blocks, runtime, max_block_bytes, backing
-        self._reserving: dict[int, asyncio.Task[None]] = {}
-        """By `LocalFile.id`: reservations that nobody waits for."""
+        self._blocks, self._runtime, self.backing = blocks, runtime, backing
+        self._reservations = Reservations(blocks, runtime, max_block_bytes)
         self.spares = Spares(blocks, runtime)
-        self._threads_until_s = self._tight_until_s = 0.0
-        self._usual = UsualSizes(FIRST_RESERVATION_BYTES)
+        self._threads_until_s = 0.0
 
     async def begin(self, file: LocalFile, *, truncate: bool) -> None:
         """Passthrough: it has a staging file with its bytes, which the kernel may write from here on.
@@ -77,7 +62,7 @@ class StagingArea:
             keep_bytes = 0 if truncate else file.size_bytes
             if file.staged is None:
                 await self._restage(file, keep_bytes, keep_bytes)
-                self._reserve_ahead(file)
+                self._reservations.ahead(file)
                 file.seen = None
             if file.seen is None:  # also one that `copy` has filled
                 file.look()
@@ -91,21 +76,13 @@ class StagingArea:
 
         The caller holds the lock.
         """
-        if (ahead := self._reserving.get(file.id)) is not None:
-            await asyncio.wait({ahead})
+        await self._reservations.settled(file)
         file.observe()
         await self._check(file)
         if file.seen is None or file.staged is None:
             return
-        if file.reserved_bytes - SPARED_BYTES <= file.size_bytes <= file.reserved_bytes:
-            return
         try:
-            if file.size_bytes > self.max_block_bytes:
-                raise TooLarge(f"a file holds at most {self.max_block_bytes} bytes (max_block_size)")
-            await self._blocks.reserve(file.staged, file.size_bytes)
-            file.reserved_bytes = file.size_bytes
-        except (NotFound, Stale, Timeout, Unavailable) as error:
-            log.debug("nothing reserved: %s", error.message)  # nor is it where it was: the seal has the last word
+            await self._reservations.fit(file, file.staged)
         except (TooLarge, NoSpace) as error:
             await self._fail(file, error)  # at once: it counts with all that was written
 
@@ -158,8 +135,7 @@ class StagingArea:
                 if error.errno != errno.ENOSPC or file.staged is None:
                     raise
                 # Others have filled the disk, and the worker does not know yet: it looks, and makes room, once.
-                await self._blocks.reserve(file.staged, room_to_ask(file.size_bytes))
-                file.reserved_bytes = room_to_ask(file.size_bytes)
+                await self._reservations.make_room(file, file.staged)
                 await self._write(fd, offset, data, hasher)
             file.hasher = hasher
         return len(data)
@@ -278,45 +254,18 @@ class StagingArea:
 
     async def _make_writable(self, file: LocalFile, keep_bytes: int, size_bytes: int) -> int:
         """The fd of a staging file with room for `size_bytes`, holding the first `keep_bytes` of what the file has."""
-        if size_bytes > self.max_block_bytes:
-            raise TooLarge(f"a file holds at most {self.max_block_bytes} bytes (max_block_size)")
+        self._reservations.check(size_bytes)
         if file.staged is None:
             await self._restage(file, keep_bytes, size_bytes)
         elif size_bytes > file.reserved_bytes:
-            staged = file.staged
-            room, _ = await self._reserve(
-                file.reserved_bytes, size_bytes, lambda room: self._blocks.reserve(staged, room)
-            )
-            file.reserved_bytes = room
+            await self._reservations.grow(file, file.staged, size_bytes)
         return file.fd
-
-    async def _reserve(self, reserved_bytes: int, size_bytes: int, ask: Callable[[int], Awaitable[T]]) -> tuple[int, T]:
-        """(bytes that are reserved now, the answer): more than is needed, so that not every write asks, or where that
-        is too much just what is needed.
-        """
-        room = self._room(reserved_bytes, size_bytes)
-        try:
-            return room, await ask(room)
-        except NoSpace:
-            if room == size_bytes:
-                raise
-        # An answer of NoSpace has waited for room: the next writes do not ask for too much again.
-        self._tight_until_s = self._runtime.monotonic_s() + TIGHT_FOR_S
-        return size_bytes, await ask(size_bytes)
-
-    def _room(self, reserved_bytes: int, size_bytes: int) -> int:
-        if self._runtime.monotonic_s() < self._tight_until_s:
-            return size_bytes
-        if size_bytes <= SMALL_WRITE_BYTES:
-            return max(size_bytes, min(2 * reserved_bytes, SMALL_WRITE_BYTES))
-        step = min(max(3 * reserved_bytes, FIRST_RESERVATION_BYTES), MAX_RESERVATION_STEP_BYTES)
-        return max(size_bytes, min(reserved_bytes + step, self.max_block_bytes))
 
     async def _restage(self, file: LocalFile, keep_bytes: int, size_bytes: int) -> None:
         if self.backing.passthrough and not size_bytes:
             room, staged = 0, self.spares.take() or await self._blocks.stage(0)
         else:
-            room, staged = await self._reserve(0, max(keep_bytes, size_bytes), self._blocks.stage)
+            room, staged = await self._reservations.stage(max(keep_bytes, size_bytes))
         try:
             if keep_bytes:
                 await copied(self._runtime, file.block_fd, staged.fd, keep_bytes)
@@ -327,22 +276,6 @@ class StagingArea:
         file.staged, file.reserved_bytes, file.hashed = staged, room, None
         file.hasher = None if keep_bytes else BlockHasher()
         self.backing.keep(file.id, file.block_fd)
-
-    def _reserve_ahead(self, file: LocalFile) -> None:
-        task = self._reserving[file.id] = asyncio.create_task(self._try_to_reserve(file, file.staged))
-        task.add_done_callback(lambda _: self._reserving.pop(file.id, None))
-
-    async def _try_to_reserve(self, file: LocalFile, staged: Staging | None) -> None:
-        room = self._usual.of(_directory(file))
-        if staged is None or file.reserved_bytes >= room:
-            return
-        try:
-            await self._blocks.reserve(staged, room, evict=False)
-        except KvError as error:
-            log.debug("nothing reserved ahead: %s", error.message)
-            return
-        if file.staged is staged:
-            file.reserved_bytes = max(file.reserved_bytes, room)
 
     async def _hash(self, file: LocalFile, *, again: bool = False) -> Hashed:
         if again or file.hashed is None or file.hashed.changes != file.changes:
@@ -362,7 +295,7 @@ class StagingArea:
         hashed = None if file.mapped else await self._hash(file)
         staged, file.staged, file.reserved_bytes, file.seen = file.staged, None, 0, None
         file.fixed = self.backing.passthrough and file.handles > 0
-        self._usual.add(_directory(file), file.size_bytes)
+        self._reservations.sealed(file)
         try:
             if hashed is None:
                 return await self._blocks.seal(staged, file.size_bytes)
@@ -386,9 +319,3 @@ class StagingArea:
         except BaseException:
             await self._abort(copy)
             raise
-
-
-def _directory(file: LocalFile) -> int:
-    """The directory it was made in; 0 where that is not known any more."""
-    key = file.temp_key or file.key
-    return key[0] if key else 0

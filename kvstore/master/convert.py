@@ -12,12 +12,13 @@ from kvstore.core.errors import InvalidRequest, KvError
 from kvstore.core.types import TIERS, Seen
 from kvstore.master import publish, remove, reports
 from kvstore.master.journal import Event
-from kvstore.master.master import Answer, Orders
-from kvstore.master.nodes import Beat, Node, Registration, TierCounters, Unlinked, VolumeState, WorkerCounters
+from kvstore.master.nodes import Node
+from kvstore.master.orders import Answer, Orders
 from kvstore.master.policies import Wanted
 from kvstore.master.quotas import Held
 from kvstore.master.rename import Move
 from kvstore.master.setpolicy import Told
+from kvstore.master.told import Beat, Registration, TierCounters, Unlinked, VolumeState, WorkerCounters
 from kvstore.pb import common_pb2 as c
 from kvstore.pb import master_pb2 as m
 from kvstore.rpc import entries

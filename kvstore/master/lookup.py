@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from kvstore.core import paths
@@ -13,6 +14,22 @@ from kvstore.master.records import NAME, NameRow, pack_u64
 from kvstore.master.tree import Live, Tree, to_entry
 
 Row = Entry | KvError
+
+
+@dataclasses.dataclass(slots=True)
+class Lookups:
+    """Names looked up since the start: whether the cache is warm. Workers cannot tell: a name that is not there never
+    gets to one.
+    """
+
+    found: int = 0
+    not_found: int = 0
+    """No such name, or no live replica."""
+
+    def count(self, rows: Sequence[Row]) -> None:
+        """Rows that failed in another way (a path that is none, a base that is gone) tell nothing of the cache."""
+        self.not_found += sum(isinstance(row, NotFound) for row in rows)
+        self.found += sum(isinstance(row, Entry) for row in rows)
 
 
 def lookup(reader: Reader, live: Live, base: int, wanted: Sequence[str]) -> list[Row]:

@@ -9,13 +9,12 @@ node's lock keeps its reports in order.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 from kvstore.core import paths
-from kvstore.core.errors import InvalidRequest, KvError, NotDirectory, NotFound, Unsupported
+from kvstore.core.errors import InvalidRequest, KvError, NotDirectory, Unsupported
 from kvstore.core.limits import MAX_BATCH, MAX_BLOCK_BYTES
 from kvstore.core.types import Entry
 from kvstore.master import blocks, incarnations, journal, lookup, recount, reports, tree
@@ -24,10 +23,11 @@ from kvstore.master.commit import ALWAYS, GROWS, SHRINKS, Committer
 from kvstore.master.db import Cf, Db
 from kvstore.master.incarnations import Incarnations
 from kvstore.master.mkdir import mkdir
-from kvstore.master.nodes import Beat, Node, Nodes, Registration, check_volumes
+from kvstore.master.nodes import Node, Nodes
+from kvstore.master.orders import Answer, Orders
 from kvstore.master.policies import Wanted
 from kvstore.master.publish import Published, Transaction, publish
-from kvstore.master.quotas import Order, Quotas, Table
+from kvstore.master.quotas import Quotas
 from kvstore.master.records import (
     CLUSTER,
     COUNTERS,
@@ -42,11 +42,12 @@ from kvstore.master.records import (
 )
 from kvstore.master.remove import Kind, remove
 from kvstore.master.rename import Move, rename
-from kvstore.master.reports import Judged, Report
+from kvstore.master.reports import Report
 from kvstore.master.rows import each
 from kvstore.master.setattr import set_attributes
 from kvstore.master.setpolicy import Holding, Told, every, holding, set_policy
 from kvstore.master.space import Space
+from kvstore.master.told import Beat, Registration, check_volumes
 from kvstore.master.upkeep import Upkeep
 from kvstore.runtime import Runtime
 
@@ -67,45 +68,6 @@ class Settings(NamedTuple):
     max_block_bytes: int = MAX_BLOCK_BYTES
 
 
-class Orders(NamedTuple):
-    """What a worker is told with the answer to its call."""
-
-    register: bool = False
-    full_report: bool = False
-    unlink: Sequence[bytes] = ()
-    report_again: Sequence[bytes] = ()
-    over: Sequence[Order] = ()
-    """What the worker is to give up for quotas."""
-    policies: Table | None = None
-    """Only when it has another one."""
-
-
-@dataclasses.dataclass(slots=True)
-class Lookups:
-    """Names looked up since the start: whether the cache is warm. Workers cannot tell: a name that is not there never
-    gets to one.
-    """
-
-    found: int = 0
-    not_found: int = 0
-    """No such name, or no live replica."""
-
-    def count(self, rows: Sequence[lookup.Row]) -> None:
-        """Rows that failed in another way (a path that is none, a base that is gone) tell nothing of the cache."""
-        self.not_found += sum(isinstance(row, NotFound) for row in rows)
-        self.found += sum(isinstance(row, Entry) for row in rows)
-
-
-class Answer(NamedTuple):
-    """To a report. `gap`: not taken."""
-
-    next_report: int
-    gap: bool = False
-    held: Judged = Judged()
-    full: Judged = Judged()
-    orders: Orders = Orders()
-
-
 class Master:
     def __init__(self, db: Db, committer: Committer, runtime: Runtime, settings: Settings) -> None:
         self.db, self.committer, self.settings = db, committer, settings
@@ -115,7 +77,7 @@ class Master:
         self.quotas = Quotas(db, settings.tick_s)
         self._upkeep = Upkeep(self.nodes, settings.tick_s, settings.forget_after_s)
         self._report_locks: dict[str, asyncio.Lock] = {}
-        self.lookups = Lookups()
+        self.lookups = lookup.Lookups()
 
     # ---- names
 

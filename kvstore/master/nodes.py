@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from kvstore.core.errors import AlreadyExists, Denied, InvalidRequest
-from kvstore.core.types import TIERS, U63_MAX, Replica, Seen
+from kvstore.core.types import Replica
 from kvstore.master import journal
 from kvstore.master.change import Change
 from kvstore.master.cluster import Cluster
@@ -18,93 +17,19 @@ from kvstore.master.db import Cf, Reader
 from kvstore.master.incarnations import Incarnations
 from kvstore.master.quotas import Held
 from kvstore.master.records import NODE, VOLUME, NodeRow, VolumeRow, dump, pack_u64, unpack_u64
+from kvstore.master.told import (
+    MAX_VOLUMES_PER_NODE,
+    Beat,
+    Registration,
+    TierCounters,
+    VolumeState,
+    WorkerCounters,
+    check_registration,
+)
 
 log = logging.getLogger(__name__)
 
 MAX_NODES = 10_000
-MAX_VOLUMES_PER_NODE = 256
-MAX_FENCES = 1024
-"""Boots that one worker may still have unpublished blocks of."""
-MAX_SEEN = MAX_VOLUMES_PER_NODE
-MAX_TEXT = 255
-"""Characters of a node id or an endpoint."""
-
-
-class VolumeState(NamedTuple):
-    id: int
-    tier: str
-    capacity_bytes: int
-    used_bytes: int
-    free_bytes: int
-
-
-class WorkerCounters(NamedTuple):
-    hits: int = 0
-    misses: int = 0
-    fetches: int = 0
-    evictions: int = 0
-    evicted_bytes: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    corruptions: int = 0
-    promotions: int = 0
-    promoted_bytes: int = 0
-    demotions: int = 0
-    demoted_bytes: int = 0
-    fetched_bytes: int = 0
-
-
-class Unlinked(NamedTuple):
-    reason: str
-    files: int
-    bytes: int
-
-
-class TierCounters(NamedTuple):
-    """Of the volumes of one tier, as their worker told it."""
-
-    tier: str
-    blocks: int = 0
-    hits: int = 0
-    promotions: int = 0
-    promoted_bytes: int = 0
-    demotions: int = 0
-    demoted_bytes: int = 0
-    pinned_bytes: int = 0
-    unpinned_bytes: int = 0
-    unlinked: Sequence[Unlinked] = ()
-
-
-class Registration(NamedTuple):
-    node: str
-    boot: int
-    endpoint: str
-    http: str
-    bulk: str
-    cluster: str
-    """"" = belongs to none yet."""
-    sequence: int
-    """The highest durable one that it has seen."""
-    volumes: Sequence[VolumeState]
-    version: str
-    fences: Mapping[int, int]
-    seen: Sequence[Seen] = ()
-    """Where in which history each of its volumes was last; none from a worker that never met an incarnation."""
-
-
-class Beat(NamedTuple):
-    node: str
-    boot: int
-    volumes: Sequence[VolumeState]
-    counters: WorkerCounters
-    blocks: int
-    leaving: bool = False
-    """It stops now: dead at once, not after dead_ticks."""
-    tiers: Sequence[TierCounters] = ()
-    policies: Mapping[int, Held] = {}
-    """Its owned blocks, by the policy that each counts for."""
-    policies_version: int = 0
-    """Of the table of policies that it has."""
 
 
 class Node:
@@ -183,7 +108,7 @@ class Nodes:
 
     def register(self, change: Change, new: Registration, cluster_id: str, sequence: int) -> Node:
         """Raises InvalidRequest, Denied for a worker of another cluster, AlreadyExists for ids that live elsewhere."""
-        _check(new)
+        check_registration(new)
         if new.cluster and new.cluster != cluster_id:
             raise Denied(
                 f"worker {new.node} belongs to cluster {new.cluster}, this master to {cluster_id}: "
@@ -356,31 +281,6 @@ class Nodes:
 
 def _all(reader: Reader, cf: Cf) -> list[tuple[bytes, bytes]]:
     return reader.scan(cf, b"", None, MAX_NODES * MAX_VOLUMES_PER_NODE)
-
-
-def _check(new: Registration) -> None:
-    for what, text in (("node id", new.node), ("endpoint", new.endpoint)):
-        if not text or len(text) > MAX_TEXT or not text.isprintable():
-            raise InvalidRequest(f"{text!r} is not a {what}: 1 to {MAX_TEXT} printable characters")
-    if not new.boot:
-        raise InvalidRequest("a boot of 0 is not random")
-    check_volumes(new.volumes)
-    if len(new.seen) > MAX_SEEN:
-        raise InvalidRequest(f"{len(new.seen)} points of histories are too many; at most {MAX_SEEN}")
-    if len(new.fences) > MAX_FENCES:
-        raise InvalidRequest(f"{len(new.fences)} fences are too many; at most {MAX_FENCES}")
-
-
-def check_volumes(volumes: Sequence[VolumeState]) -> None:
-    if len(volumes) > MAX_VOLUMES_PER_NODE:
-        raise InvalidRequest(f"{len(volumes)} volumes are too many; at most {MAX_VOLUMES_PER_NODE}")
-    if len({v.id for v in volumes}) != len(volumes):
-        raise InvalidRequest("a volume is listed twice")
-    for volume in volumes:
-        if not volume.id or volume.tier not in TIERS:
-            raise InvalidRequest(f"volume {volume.id:016x} of tier {volume.tier!r}: tiers are {', '.join(TIERS)}")
-        if max(volume.capacity_bytes, volume.used_bytes, volume.free_bytes) > U63_MAX:
-            raise InvalidRequest(f"volume {volume.id:016x}: sizes are out of range")
 
 
 def _hex(volumes: Iterable[int]) -> str:

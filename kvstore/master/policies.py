@@ -89,12 +89,16 @@ def check_quota(change: Change, policy: int, size_bytes: int, hidden: Mapping[in
     """Raises NoSpace when a quota is passed by far, with the `size_bytes` that were just counted for `policy`."""
     for id, row in chain(change, policy):
         used = row.used_bytes - hidden.get(id, 0)
-        if row.quota_bytes and used > row.quota_bytes * REFUSED_SHARE:
+        limit = row.quota_bytes * REFUSED_SHARE
+        if row.quota_bytes and used > limit:
             change.refused[id] = size_bytes
+            path = f"/{journal.directory_path(change, row.inode).rstrip('/')}"
+            if size_bytes > limit:
+                remedy = f"a file of {format_size(size_bytes)} never fits: raise the quota (kvstore fs quota)"
+            else:
+                remedy = "its coldest blocks are being evicted; retry later, or raise the quota (kvstore fs quota)"
             raise NoSpace(
-                f"/{journal.directory_path(change, row.inode).rstrip('/')} has a quota of "
-                f"{format_size(row.quota_bytes)} and would hold {format_size(used)}: its coldest blocks are being "
-                "evicted; retry later, or raise the quota (kvstore fs quota)"
+                f"{path} has a quota of {format_size(row.quota_bytes)} and would hold {format_size(used)}: {remedy}"
             )
 
 

@@ -18,6 +18,10 @@ from kvstore.master.policies import Policy
 
 FRESH_S: Final = 5.0
 """A published block is in its worker's heartbeats by then: until then it counts as held."""
+HEADROOM_SHARE: Final = 0.2
+"""Of a quota: so much of it at most is kept free for what is published until the next orders are carried out."""
+HEADROOM_S: Final = 2.0
+"""What came in so much time lately is kept free, so that a writer in a full directory is not refused."""
 LEAST_HEAT: Final = 0.05
 """Added to each heat: what is colder than this is equally cold."""
 
@@ -63,6 +67,7 @@ class Quotas:
         ticks = 2 + math.ceil(FRESH_S / tick_s)
         self._fresh: deque[Counter[int]] = deque([Counter()], maxlen=ticks)
         self._refused: deque[Counter[int]] = deque([Counter()], maxlen=ticks)
+        self._growth: dict[int, int] = {}
         self._orders: dict[int, dict[str, Order]] = {}
 
     def grew(self, grown: Counter[int]) -> None:
@@ -81,6 +86,7 @@ class Quotas:
         rows = policies.every(self._reader)
         by_policy = _with_those_below({id: row.parent for id, row in rows}, held)
         fresh: Counter[int] = sum(self._fresh, Counter())
+        self._growth = {id: round(size / FRESH_S * HEADROOM_S) for id, size in fresh.items()}
         self._fresh.append(Counter())
         self._refused.append(Counter())
         seen = {id: sum(each.bytes for each in by_policy.get(id, {}).values()) + fresh[id] for id, _ in rows}
@@ -107,9 +113,10 @@ class Quotas:
         id, row = policy
         if not row.quota_bytes:
             return 0
-        wanted = max(refused[id] for refused in self._refused)
-        room = row.quota_bytes - wanted if wanted <= row.quota_bytes else row.quota_bytes
-        return row.used_bytes - self.hidden.get(id, 0) - room
+        refused = max(refused[id] for refused in self._refused)
+        growth = min(self._growth.get(id, 0), round(row.quota_bytes * HEADROOM_SHARE))
+        headroom = max(growth, refused if refused <= row.quota_bytes else 0)
+        return row.used_bytes - self.hidden.get(id, 0) - (row.quota_bytes - headroom)
 
 
 def _orders(policy: int, held: Mapping[str, Held], size_bytes: int, block_bytes: int) -> dict[str, Order]:

@@ -31,6 +31,7 @@ def setup(
     for old in [handler for handler in root.handlers if isinstance(handler, _Handler)]:
         root.removeHandler(old)
     handler = _Handler(stream or sys.stderr)
+    handler.addFilter(Throttle())
     handler.setFormatter(JsonFormatter(component) if format == "json" else TextFormatter(component))
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
@@ -40,6 +41,31 @@ def setup(
 
 class _Handler(logging.StreamHandler[TextIO]):
     """Marks the handler that `setup` installed."""
+
+
+BURST: Final = 20
+WINDOW_S: Final = 10.0
+
+
+class Throttle(logging.Filter):
+    """Lets `BURST` records of one place in the code pass in `WINDOW_S`; the first one after that says how many did not.
+    A full disk is the same line for each of a thousand writers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._places: dict[tuple[str, int], tuple[float, int]] = {}
+        """Module and line → start of the window, records in it."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        place = record.pathname, record.lineno
+        start_s, count = self._places.get(place, (record.created, 0))
+        if not 0 <= record.created - start_s < WINDOW_S:
+            if count > BURST:
+                record.msg = f"{record.msg} (and {count - BURST} like it before, not shown)"
+            start_s, count = record.created, 0
+        self._places[place] = start_s, count + 1
+        return count < BURST
 
 
 class TextFormatter(logging.Formatter):

@@ -26,6 +26,10 @@ INTERVAL_S: Final = 0.1
 """Between two looks. A writer at 1 GB/s takes 100 MB meanwhile: by so much a cap can be passed (`free_floor` keeps the
 disk from being full then).
 """
+EVICTING_SHARE: Final = 0.25
+"""Of a volume: for a file that takes more, and has not asked, nothing is evicted. Nobody knows how long it will become,
+and one that fits nowhere must not cost the whole cache first.
+"""
 PAUSE: Final = 9
 """Times what a look took (8 ms for 1,000 files): however many there are, looks have no more than a tenth of a core."""
 
@@ -100,7 +104,8 @@ class Growth:
         try:
             await self._staging.look(volume)  # its disk may have more free by now
             books = volume.books
-            hopeless = books.missing(0) > books.blocks + books.held
+            largest = max((staged.counted for staged in self._overgrown(volume)), default=0)
+            hopeless = books.missing(0) > books.blocks + books.held or largest > books.capacity * EVICTING_SHARE
             try:
                 await self._room.grow(volume, lambda: 0, 0 if hopeless else OVERGROWN_WAIT_S)
             except NoSpace:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final
 
 from kvstore.config.units import format_size
 from kvstore.core.errors import InvalidRequest
+from kvstore.keeper import mountinfo
 
+IN_MEMORY: Final = ("tmpfs", "ramfs")
 SHARE: Final = 0.9
 """Of the limit for all volumes of the tier mem: the rest is for the worker itself and its scratch share."""
 
@@ -21,6 +24,20 @@ def check(mem_bytes: int, root: Path = Path("/")) -> None:
             f"{format_size(limit)} of memory: lower its capacity to {format_size(int(SHARE * limit))}, or raise the "
             "limit"
         )
+
+
+def doubt(tier: str, path: str) -> str:
+    """What is odd about a volume of this tier in this directory, "" when nothing is: most often a file system that was
+    to be mounted there is not. Blocks; raises OSError.
+    """
+    device = os.stat(path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    kind = next((mount.fs_type for mount in mountinfo.of_process() if mount.device == number), "")
+    if tier == "mem" and kind not in (*IN_MEMORY, ""):
+        return f"tier mem, but it lies on {kind}: as slow as that disk. Is a tmpfs to be mounted there?"
+    if tier != "mem" and kind in IN_MEMORY:
+        return f"tier {tier}, but it lies on {kind}: it takes memory, and a reboot empties it"
+    return ""
 
 
 def limit_bytes(root: Path = Path("/")) -> int | None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 from kvstore.core.errors import Denied, InvalidRequest, KvError
 from kvstore.runtime import Runtime
 from kvstore.worker import memory
 from kvstore.worker.disk import Disk, disk_error
 from kvstore.worker.settings import Settings
 from kvstore.worker.volume import Volume, open_volume
+
+log = logging.getLogger(__name__)
 
 
 def start_error(error: OSError, where: str) -> KvError:
@@ -27,6 +31,8 @@ async def open_volumes(settings: Settings, runtime: Runtime, disk: Disk) -> list
         for volume_settings in settings.volumes:
             path = volume_settings.path
             volumes.append(await runtime.in_thread(open_volume, volume_settings, runtime.random_u64() or 1, disk))
+            if doubt := await runtime.in_thread(memory.doubt, volume_settings.tier, path):
+                log.warning("volume %s is of %s", path, doubt)
     except (KvError, OSError) as error:
         for volume in volumes:
             volume.close()

@@ -144,7 +144,11 @@ class Room:
             raise Unavailable("no volume of this worker is in service; its log says why")
         large = [v for v in usable if v.books.capacity >= need]
         if not large:
-            raise self._no_space(need, usable)
+            largest = format_size(max(v.books.capacity for v in usable))
+            raise NoSpace(
+                f"{format_size(need)} do not fit on any disk volume of this worker (the largest has {largest}): "
+                "raise its capacity, or write smaller files"
+            )
         return sorted(large, key=lambda v: (TIERS.index(v.tier), -v.books.free))
 
     async def _make_room(self, volume: Volume, need: int, demote_until_s: float) -> None:

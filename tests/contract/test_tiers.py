@@ -243,6 +243,7 @@ async def test_while_the_disk_is_full_puts_are_refused_and_readers_are_served(
             await worker.staging.look(first(worker))  # as it does once a second
             await asyncio.sleep(0.05)
         filler.fill()
+        await worker.staging.look(first(worker))
         with pytest.raises(NoSpace, match="free some of the disk"):
             await worker.staging.create(1, MIB, 0.5)
         await read_all(worker, kept)

@@ -319,3 +319,22 @@ def test_an_error_in_the_log_fails_a_test(tmp_path: Path) -> None:
     failed = set(re.findall(r"^ERROR \S+::(\w+)", out, re.MULTILINE))
     assert failed == {name for name in re.findall(r"def (test_\w+)", PROBES) if name.startswith("test_fail")}
     assert "7 passed, 4 errors" in out
+
+
+def test_a_flood_of_one_line_is_cut_short_and_counted() -> None:
+    throttle, passed = obs_logging.Throttle(), list[str]()
+
+    def say(line: int, created: float) -> None:
+        record = logging.LogRecord("kvstore.x", logging.WARNING, "x.py", line, "no room for %s", ("f",), None)
+        record.created = created
+        if throttle.filter(record):
+            passed.append(record.getMessage())
+
+    for i in range(1000):
+        say(1, 100 + i / 1000)
+    say(2, 101)
+    assert passed == ["no room for f"] * (obs_logging.BURST + 1), "another place has a count of its own"
+    say(1, 100 + obs_logging.WINDOW_S)
+    assert passed[-1] == f"no room for f (and {1000 - obs_logging.BURST} like it before, not shown)"
+    say(1, 50.0)  # the clock was set back
+    assert passed[-1] == "no room for f"

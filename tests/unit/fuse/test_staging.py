@@ -17,7 +17,8 @@ from kvstore.core.limits import KIB, MIB
 from kvstore.filecut import cut, is_cut
 from kvstore.fuse.backing import Backing
 from kvstore.fuse.localfile import LocalFile
-from kvstore.fuse.staging import TIGHT_FOR_S, StagingArea
+from kvstore.fuse.reservations import TIGHT_FOR_S
+from kvstore.fuse.staging import StagingArea
 from kvstore.runtime import SystemRuntime
 
 

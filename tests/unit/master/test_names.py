@@ -18,7 +18,7 @@ from kvstore.core.errors import (
 )
 from kvstore.core.limits import MAX_BATCH
 from kvstore.master import tree
-from kvstore.master.master import Lookups
+from kvstore.master.lookup import Lookups
 from kvstore.master.remove import Kind
 from kvstore.master.rename import Move
 from tests.unit.master.world import World, address, running

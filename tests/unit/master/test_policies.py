@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 
 import pytest
 from hypothesis import settings
@@ -24,6 +24,14 @@ MIB = 1 << 20
 
 def usage(told: Told) -> tuple[int, int]:
     return told.row.used_bytes, told.row.files
+
+
+async def rest(w: World, held: Mapping[int, Mapping[int, int]]) -> None:
+    """Nobody writes for some seconds. `held`: node → policy → bytes."""
+    for _ in range(10):
+        for i, own in held.items():
+            await w.beat_with(i, held=own)
+        w.master.tick()
 
 
 async def test_what_is_published_below_counts_once_and_goes_again() -> None:
@@ -154,9 +162,7 @@ async def test_each_worker_is_told_its_share_until_nothing_is_over() -> None:
         for i in range(12):
             await w.put(f"a/b/{i}", address(i, length=90))
         held = {1: {below.id: 900}, 2: {below.id: 180}}
-        for i in (1, 2):
-            assert (await w.beat_with(i, held=held[i])).over == []
-        w.master.tick()
+        await rest(w, held)
         assert (await w.beat_with(1, held=held[1])).over == [(above.id, 80, 2.1)], "one block, of who holds most"
         assert (await w.beat_with(2, held=held[2])).over == []
         await w.report(nowhere=[address(0)])
@@ -170,8 +176,7 @@ async def test_where_a_block_is_large_beside_the_quota_room_is_made_for_who_trie
         [told] = (await w.policy("a", quota_bytes=1000)).policies
         for i in range(5):
             await w.put(f"a/{i}", address(i, length=200))
-        await w.beat_with(held={told.id: 1000})
-        w.master.tick()
+        await rest(w, {1: {told.id: 1000}})
         assert (await w.beat_with(held={told.id: 1000})).over == [], "full, and not over"
         with pytest.raises(NoSpace):
             await w.put("a/5", address(5, length=200))
@@ -179,12 +184,26 @@ async def test_where_a_block_is_large_beside_the_quota_room_is_made_for_who_trie
         assert (await w.beat_with(held={told.id: 1000})).over == [(told.id, 200, 2.1)]
         await w.report(nowhere=[address(0)], fence=6)
         await w.put("a/5", address(6, length=200))
-        with pytest.raises(NoSpace):
-            await w.put("a/6", address(7, length=5000))  # never fits: nothing goes for it
-        for _ in range(20):
-            w.master.tick()
-            assert (await w.beat_with(held={told.id: 1000})).over in ([(told.id, 200, 2.1)], [])
+        await rest(w, {1: {told.id: 1000}})
         assert (await w.beat_with(held={told.id: 1000})).over == [], "nobody came again"
+        with pytest.raises(NoSpace, match="never fits"):
+            await w.put("a/6", address(7, length=5000))
+        w.master.tick()
+        assert (await w.beat_with(held={told.id: 1000})).over == [], "nothing goes for what never fits"
+
+
+async def test_where_much_is_written_some_room_is_kept_for_what_comes_next() -> None:
+    async with running() as w:
+        await w.join()
+        await w.mkdir("a")
+        [told] = (await w.policy("a", quota_bytes=1000)).policies
+        for i in range(9):
+            await w.put(f"a/{i}", address(i, length=100))
+        await w.beat_with(held={told.id: 900})
+        w.master.tick()
+        assert (await w.beat_with(held={told.id: 900})).over == [(told.id, 100, 2.1)], "down to 80 %"
+        await rest(w, {1: {told.id: 900}})
+        assert (await w.beat_with(held={told.id: 900})).over == [], "all of it, where nobody writes"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from kvstore.core.errors import KvError
 from kvstore.core.types import Address, BlockId, Entry
 from kvstore.master.commit import Committer
 from kvstore.master.db import Cf, Db, MemoryDb
-from kvstore.master.master import Answer, Master, Orders, Settings
-from kvstore.master.nodes import Beat, Node, Registration, VolumeState, WorkerCounters
+from kvstore.master.master import Master, Settings
+from kvstore.master.nodes import Node
+from kvstore.master.orders import Answer, Orders
 from kvstore.master.policies import Wanted
 from kvstore.master.publish import Mode, Name, Published, Transaction
 from kvstore.master.quotas import Held
@@ -35,6 +36,7 @@ from kvstore.master.remove import Kind
 from kvstore.master.rename import Move
 from kvstore.master.reports import Full, Report
 from kvstore.master.setpolicy import Holding
+from kvstore.master.told import Beat, Registration, VolumeState, WorkerCounters
 from kvstore.rpc.server import stop_all
 
 P = ParamSpec("P")

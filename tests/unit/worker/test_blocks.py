@@ -563,11 +563,11 @@ async def test_a_failed_drive_takes_its_volume_out_of_service(tmp_path: Path) ->
     disk = Broken()
     async with kit.running(kit.settings(tmp_path), disk) as worker:
         await kit.put(worker, b"data")
-        assert len(worker.beat().volumes) == 1
+        assert len(worker.master_sync.beat().volumes) == 1
         disk.broken = True
         with pytest.raises(KvError):
             await worker.staging.create(1, 4)
-        assert list(worker.beat().volumes) == []
+        assert list(worker.master_sync.beat().volumes) == []
         assert len(worker.store) == 0
 
 

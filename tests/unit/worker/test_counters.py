@@ -173,7 +173,7 @@ def two_tiers(root: Path) -> Settings:
 async def test_a_heartbeat_tells_it(worker: Worker, master: FakeMaster) -> None:
     block = await kit.put(worker, b"data")
     await kit.get(worker, block.address)
-    beat = worker.beat()
+    beat = worker.master_sync.beat()
     assert [(t.tier, t.blocks, t.hits) for t in beat.tiers] == [("ssd", 1, 1)]
     assert (beat.counters.hits, beat.counters.evictions) == (1, 0)
 

@@ -102,7 +102,7 @@ async def in_both(worker: Worker, count: int = 3) -> tuple[dict[Block, bytes], d
 
 
 def listed(worker: Worker) -> list[str]:
-    return [volume.tier for volume in worker.beat().volumes]
+    return [volume.tier for volume in worker.master_sync.beat().volumes]
 
 
 async def test_when_memory_fails_its_blocks_are_misses_at_once_and_the_disk_serves(

@@ -96,11 +96,22 @@ async def test_what_fits_is_granted(by_hand: Worker) -> None:
 async def test_blocks_go_for_what_was_written(by_hand: Worker) -> None:
     blocks = [await kit.put(by_hand, os.urandom(4 * MIB)) for _ in range(15)]
     writer = await Writer.new(by_hand)
-    writer.write(20 * MIB)
+    writer.write(16 * MIB)
     await by_hand.growth.look()
-    await kit.until(lambda: writer.staged.granted == 20 * MIB)
-    assert len(by_hand.store) == len(blocks) - 4, "60 MiB and 20 are 16 too many"
-    assert writer.size == 20 * MIB
+    await kit.until(lambda: writer.staged.granted == 16 * MIB)
+    assert len(by_hand.store) == len(blocks) - 3, "60 MiB and 16 are 12 too many"
+    assert writer.size == 16 * MIB
+    writer.close()
+
+
+async def test_one_file_does_not_cost_the_whole_cache(by_hand: Worker) -> None:
+    """It may never fit at all: for more than a quarter of the volume nothing is evicted."""
+    blocks = [await kit.put(by_hand, os.urandom(4 * MIB)) for _ in range(15)]
+    writer = await Writer.new(by_hand)
+    writer.write(17 * MIB)
+    await by_hand.growth.look()
+    await kit.until(lambda: is_cut(writer.fd))
+    assert len(by_hand.store) == len(blocks)
     writer.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 def test_where_nothing_is_known_nothing_is_refused(tmp_path: Path) -> None:
     memory.check(1 << 60, tmp_path)
+
+
+def test_a_volume_on_a_file_system_that_is_not_its_tiers_is_told_of(tmp_path: Path) -> None:
+    assert "lies on tmpfs: it takes memory" in memory.doubt("ssd", "/dev/shm")
+    assert memory.doubt("mem", "/dev/shm") == ""
+    disk = os.path.dirname(os.path.abspath(__file__))
+    assert memory.doubt("ssd", disk) == ""
+    assert "Is a tmpfs to be mounted there?" in memory.doubt("mem", disk)

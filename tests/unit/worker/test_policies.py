@@ -262,7 +262,7 @@ async def test_pinned_blocks_are_not_evicted_and_take_a_share_at_most(tmp_path: 
         worker.policies.take_table(rules(pinned=True))
         kept = await put(worker, KEPT, MIB, count=6)
         assert [b.pinned for b in kept] == [True] * 4 + [False] * 2
-        [tier] = worker.beat().tiers
+        [tier] = worker.master_sync.beat().tiers
         assert (tier.pinned_bytes, tier.unpinned_bytes) == (4 * MIB, 2 * MIB)
         for _ in range(12):
             await put(worker, 0, MIB)
@@ -314,7 +314,7 @@ async def test_a_move_takes_the_pin_to_the_share_of_the_other_volume(tmp_path: P
         assert [b.volume.tier for b in kept] == ["mem"] * 2 + ["ssd"] * 3
         assert [b.used_s for b in kept] == used_s, "a move is no use"
         worker.policies.upkeep(expire=True)
-        tiers = {tier.tier: (tier.pinned_bytes, tier.unpinned_bytes) for tier in worker.beat().tiers}
+        tiers = {tier.tier: (tier.pinned_bytes, tier.unpinned_bytes) for tier in worker.master_sync.beat().tiers}
         assert tiers == {"mem": (2 * MIB, 0), "ssd": (3 * MIB, 0)}
         assert all(b.pinned for b in kept)
 

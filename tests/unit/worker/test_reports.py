@@ -277,8 +277,8 @@ async def test_a_rolled_back_master_collects_nothing_even_after_a_restart(master
     master.dead.add(block.id)
     async with kit.running(settings, joined=True) as worker:
         await master.until(lambda: any(block.id in split(r.full.ids) for r in master.reports[-3:]))
-        worker.on_verdicts([Judged(block.id, m.DEAD)])
-        worker._unlink(block.id.pack())
+        worker.master_sync.on_verdicts([Judged(block.id, m.DEAD)])
+        worker.master_sync._unlink(block.id.pack())
         assert not worker.membership.collects
         assert await kit.get(worker, block.address) == b"data"
     master.sequence = 500
@@ -303,7 +303,7 @@ async def test_a_master_that_finds_a_worker_ahead_collects_nothing_even_after_a_
     for _ in range(2):
         async with kit.running(settings, joined=True) as worker:
             assert list(master.registrations[-1].seen) == [m.Seen(incarnation=11, sequence=100)], "the evidence stays"
-            worker.on_verdicts([Judged(block.id, m.DEAD)])
+            worker.master_sync.on_verdicts([Judged(block.id, m.DEAD)])
             assert await kit.get(worker, block.address) == b"data"
     master.rolled_back = False
     async with kit.running(settings._replace(accept_rollback=True), joined=True) as worker:
@@ -320,7 +320,7 @@ async def test_another_start_of_the_master_is_registered_with_before_anything_of
     """Its unlink order and its verdicts may be those of a master that lost state: it has to judge us first."""
     block = await put(worker, master, b"data")
     if noticed_by == "report":
-        monkeypatch.setattr(worker, "on_beat", lambda reply, known: None)
+        monkeypatch.setattr(worker.master_sync, "on_beat", lambda reply, known: None)
     await master.until(lambda: block.id in master.replicas)
     master.incarnation, master.sequence, master.rolled_back = 12, 500, True
     master.owned.clear()

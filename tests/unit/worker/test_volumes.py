@@ -76,7 +76,7 @@ async def test_a_removed_volume_fails_the_write_that_meets_it_and_is_not_listed_
     shutil.rmtree(the_volume(worker).path)
     with pytest.raises(Unavailable, match="the volume is gone"):
         await worker.staging.create(1, 4)
-    assert list(worker.beat().volumes) == []
+    assert list(worker.master_sync.beat().volumes) == []
     assert len(worker.store) == 0
     with pytest.raises(Unavailable, match="no volume of this worker is in service"):
         await worker.staging.create(1, 4)
@@ -101,7 +101,7 @@ async def test_upkeep_notices_that_a_volume_is_another(worker: Worker, tmp_path:
             (path / f"{name}.copy").rename(path / name)
     await worker.staging.look(the_volume(worker))
     assert not the_volume(worker).in_service
-    assert list(worker.beat().volumes) == []
+    assert list(worker.master_sync.beat().volumes) == []
 
 
 async def test_a_volume_that_writes_its_own_identity_stays(worker: Worker) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("pyfuse3")
 
-from kvstore.fuse.ops import thread_group
+from kvstore.fuse.translation import thread_group
 
 
 def test_every_thread_belongs_to_its_process() -> None:
