@@ -153,7 +153,7 @@ def _drop_entry(change: Change, block: bytes, inode: int) -> None:
     at, entry = found
     change.delete(Cf.NAMES, name_key(at.parent, at.name))
     change.delete(Cf.INODES, pack_u64(inode))
-    policies.forget(change, at.policy)
+    policies.forget(change, at.policy, is_dir=False)
     change.counters.files -= 1
     journal.append(change, "evict", at.parent, at.name, inode, entry)
 

@@ -17,7 +17,8 @@ Values are `records`, which start with a version byte.
     volumes   volume id                    VolumeRow: node, tier, how long it has been gone
     nodes     node id                      NodeRow: address, boot, next report, {boot: fence}, volumes in service
     policies  policy id                    PolicyRow: inode, policy above it, quota, TTL, pin, what counts for it
-    recounts  directory's inode            name behind which to go on: its blocks may count for another policy by now
+    recounts  inode where it began, inode  name behind which to go on in this directory: its blocks may count for
+                                           another policy by now
     journal   sequence                     JournalRow: one change; bounded, recovery never needs it
 """
 

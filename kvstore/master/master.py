@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
@@ -22,10 +23,12 @@ from kvstore.master.change import Change
 from kvstore.master.commit import ALWAYS, GROWS, SHRINKS, Committer
 from kvstore.master.db import Cf, Db
 from kvstore.master.incarnations import Incarnations
+from kvstore.master.journal import directory_path
 from kvstore.master.mkdir import mkdir
 from kvstore.master.nodes import Node, Nodes
 from kvstore.master.orders import Answer, Orders
 from kvstore.master.policies import Wanted
+from kvstore.master.policies import every as every_policy
 from kvstore.master.publish import Published, Transaction, publish
 from kvstore.master.quotas import Quotas
 from kvstore.master.records import (
@@ -38,6 +41,7 @@ from kvstore.master.records import (
     ClusterRow,
     Counters,
     JournalLimits,
+    PolicyRow,
     dump,
 )
 from kvstore.master.remove import Kind, remove
@@ -180,6 +184,11 @@ class Master:
     def all_policies(self) -> Sequence[Told]:
         return every(self.db)
 
+    def quota_rows(self) -> Sequence[tuple[str, PolicyRow]]:
+        """(path, row) of the directories that have a quota."""
+        rows = [policy.row for policy in every_policy(self.db) if policy.row.quota_bytes]
+        return [(directory_path(self.db, row.inode).rstrip("/"), row) for row in rows]
+
     def recount(self) -> bool:
         """A bounded step: blocks whose directory's policy came or went count for the right one. False when there is
         nothing to do."""
@@ -190,7 +199,9 @@ class Master:
         return busy
 
     def _look_at_policies(self) -> None:
-        self.quotas.tick({node.id: node.policies for node in self.nodes if self.nodes.live(node)})
+        cluster = self.nodes.cluster
+        held = {node.id: node.policies for node in self.nodes if self.nodes.live(node)}
+        self.quotas.tick(held, is_whole=cluster.homes.keys() <= cluster.live.keys())
         self.nodes.hide(self.quotas.hidden)
 
     # ---- the rest of reading
@@ -221,7 +232,9 @@ class Master:
             return Orders(register=True)
         table = self.quotas.table
         return (await self._orders(node))._replace(
-            over=self.quotas.over(node.id), policies=table if table.version != beat.policies_version else None
+            report_again=list(itertools.islice(node.relabelled, MAX_BATCH)),
+            over=self.quotas.over(node.id),
+            policies=table if table.version != beat.policies_version else None,
         )
 
     async def report(self, report: Report) -> Answer:
@@ -271,19 +284,20 @@ class Master:
         collects = node.row.collects
         held_ids, full_ids = [block for block, _ in report.held], report.full.ids if report.full else ()
         held, full = (reports.judge(self.db, ids, collects) for ids in (held_ids, full_ids))
+        for block in (*held_ids, *full_ids, *report.nowhere):
+            node.relabelled.pop(block, None)
         next_report = node.row.next_report
         orders = await self._orders(node)
         await self.committer.durable()
         return Answer(next_report, False, held, full, orders)
 
     async def _orders(self, node: Node) -> Orders:
-        again = [node.relabelled.popleft() for _ in range(min(len(node.relabelled), MAX_BATCH))]
         if not node.row.collects:
-            return Orders(report_again=again)
+            return Orders()
         ids = blocks.unlink_orders(self.db, node.row.volumes, MAX_BATCH)
         if ids:
             await self.committer.durable()
-        return Orders(unlink=ids, report_again=again)
+        return Orders(unlink=ids)
 
     def _change(self) -> Change:
         return Change.begin(self.db, self._runtime.wall_ns(), self.settings.journal)

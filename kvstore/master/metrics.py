@@ -42,9 +42,9 @@ class MasterMetrics:
 
     def _policies(self, master: Master) -> None:
         def read(what: Callable[[PolicyRow], float]) -> Callable[[], Iterable[Sample]]:
-            return lambda: [((f"/{t.path}",), what(t.row)) for t in master.all_policies() if t.row.quota_bytes]
+            return lambda: [((f"/{path}",), what(row)) for path, row in master.quota_rows()]
 
         quotas, used = read(lambda row: row.quota_bytes), read(lambda row: row.used_bytes)
-        self.metrics.watch("master_policies", "Quotas, TTLs and pins", lambda: len(master.all_policies()))
+        self.metrics.watch("master_policies", "Quotas, TTLs and pins", lambda: master.counters().policies)
         self.metrics.watch_many("master_quota_bytes", "Quota of a directory", ["path"], quotas)
         self.metrics.watch_many("master_quota_used_bytes", "What is published below it", ["path"], used)

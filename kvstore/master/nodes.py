@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
@@ -39,7 +38,8 @@ class Node:
     `heard_s` monotonic time of its last heartbeat, None before the first one;
     `spoke`   whether it registered or sent a heartbeat since this master started: until then it only counts as live;
     `states`  its volumes as it told them last;  `counters`, `blocks`, `tiers`, `policies`  likewise;
-    `relabelled`  blocks on it that count for another policy than it knows: it is asked to report them again.
+    `relabelled`  blocks on it that count for another policy than it knows: it is asked to report them again
+              until it has.
     """
 
     def __init__(self, id: str, row: NodeRow) -> None:
@@ -53,7 +53,7 @@ class Node:
         self.blocks = 0
         self.tiers: Sequence[TierCounters] = ()
         self.policies: Mapping[int, Held] = {}
-        self.relabelled: deque[bytes] = deque()
+        self.relabelled: dict[bytes, None] = {}
 
     def __repr__(self) -> str:
         return f"<Node {self.id} at {self.row.endpoint}, missed {self.missed}>"
@@ -176,7 +176,7 @@ class Nodes:
         for block, volumes in relabelled:
             for home in {self.cluster.homes.get(volume) for volume in volumes}:
                 if home is not None and (node := self._nodes.get(home)) is not None:
-                    node.relabelled.append(block)
+                    node.relabelled[block] = None
 
     def put(self, change: Change, node: Node, row: NodeRow) -> None:
         node.row = row

@@ -120,18 +120,21 @@ def set_policy(change: Change, inode: int, is_dir: bool, wanted: Wanted) -> int:
         _put(change, policy, row)
     if policy != place.policy:
         change.put(Cf.INODES, pack_u64(inode), dump(InodeRow(place.parent, place.name, policy)))
-        _adopt(change, policy, row) if policy else forget(change, place.policy)
+        if not policy:
+            forget(change, place.policy, is_dir=is_dir)
+        elif is_dir:
+            _adopt(change, policy, row)
     if row != before:
         journal.append(change, "policy", place.parent, place.name, inode, policy=row)
     return policy
 
 
-def forget(change: Change, policy: int) -> None:
+def forget(change: Change, policy: int, *, is_dir: bool) -> None:
     """A policy is taken away, or its inode went. Its row goes with the last block that is counted for it."""
     row = read(change, policy) if policy else None
     if row is None:
         return
-    for child in every(change):
+    for child in every(change) if is_dir else ():
         if child.row.parent == policy:
             put_below(change, child.id, row.parent)
     after = read(change, policy) or row

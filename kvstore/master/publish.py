@@ -180,7 +180,7 @@ def _create(
         change.delete(Cf.INODES, pack_u64(replaced.inode))
         if replaced.block:
             blocks.bury(change, replaced.block)
-    if row.block:
+    if row.block and (replaced is None or replaced.length_bytes < row.length_bytes):
         policies.check_quota(change, counts_for, row.length_bytes, cluster.hidden)
     tree.put_new(change, place, row, policy)
     policies.follow(change, policy, row.inode)

@@ -81,8 +81,10 @@ class Quotas:
         if refused:
             self._refused[-1] |= refused
 
-    def tick(self, held: Mapping[str, Mapping[int, Held]]) -> None:
-        """`held`: live node → policy → the blocks that count for it (not for those below it)."""
+    def tick(self, held: Mapping[str, Mapping[int, Held]], *, is_whole: bool) -> None:
+        """`held`: live node → policy → the blocks that count for it (not for those below it). `is_whole`: every known
+        volume is live, so nothing is hidden. Where one is not, what others hold twice hides so much less of it.
+        """
         rows = policies.every(self._reader)
         by_policy = _with_those_below({id: row.parent for id, row in rows}, held)
         fresh: Counter[int] = sum(self._fresh, Counter())
@@ -90,7 +92,8 @@ class Quotas:
         self._fresh.append(Counter())
         self._refused.append(Counter())
         seen = {id: sum(each.bytes for each in by_policy.get(id, {}).values()) + fresh[id] for id, _ in rows}
-        self.hidden = {id: row.used_bytes - seen[id] for id, row in rows if row.used_bytes > seen[id]}
+        hidden = {id: row.used_bytes - seen[id] for id, row in rows if row.used_bytes > seen[id]}
+        self.hidden = {} if is_whole else hidden
         over = {policy.id: (policy.row, self._over_bytes(policy)) for policy in rows}
         self._orders = {
             id: _orders(id, by_policy.get(id, {}), size_bytes, row.used_bytes // max(1, row.files))

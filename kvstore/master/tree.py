@@ -165,7 +165,7 @@ def put_new(change: Change, place: Place, row: NameRow, policy: int = 0) -> None
 
 def erase(change: Change, place: Place, row: NameRow) -> None:
     """Take an entry away: its block dies. A directory must be empty."""
-    policies.forget(change, policies.own(change, row.inode))
+    policies.forget(change, policies.own(change, row.inode), is_dir=row.is_dir)
     change.delete(Cf.NAMES, name_key(*place))
     change.delete(Cf.INODES, pack_u64(row.inode))
     if row.is_dir:
