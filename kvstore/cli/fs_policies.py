@@ -79,8 +79,14 @@ def pin(
     _say(path, master, config, as_json, pinned=True)
 
 
-def unpin(path: AnyPath, master: MasterOption = None, config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Take the pin of a file or directory away."""
+def unpin(
+    path: AnyPath,
+    recursive: Recursive = False,
+    master: MasterOption = None,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Take the pin of a file or directory away, with or without -r; pins of their own below it stay."""
     _say(path, master, config, as_json, pinned=False)
 
 

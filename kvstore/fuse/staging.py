@@ -56,9 +56,12 @@ class StagingArea:
         """Passthrough: it has a staging file with its bytes, which the kernel may write from here on.
 
         Nothing here waits for room (rule 25): a reservation follows in the background, and the flush has the last word.
+        The caller's handle is counted. Raises what a file failed with that somebody else still has open.
         """
         async with file.lock:
             file.observe()  # another writer may have it
+            if file.failed is not None and file.handles > 1:
+                raise file.failed  # whatever is written goes where theirs goes: to the file that was dropped
             keep_bytes = 0 if truncate else file.size_bytes
             if file.staged is None:
                 await self._restage(file, keep_bytes, keep_bytes)
@@ -119,7 +122,7 @@ class StagingArea:
         raise error
 
     async def write(self, file: LocalFile, offset: int, data: bytes) -> int:
-        """Write all of `data`. Raises TooLarge, NoSpace."""
+        """Write all of `data`, or (but for an overwrite) nothing. Raises TooLarge, NoSpace, OSError."""
         end = offset + len(data)
         async with file.lock:
             if file.failed is not None:
@@ -128,17 +131,34 @@ class StagingArea:
             # Bytes that come in order are hashed while the processor's cache has them: at the flush it would be another
             # pass.
             hasher, file.hasher = file.hasher if offset == file.size_bytes else None, None
-            file.changed(max(file.size_bytes, end), self._runtime.wall_ns())
+            before_bytes = file.size_bytes
+            file.changed(max(before_bytes, end), self._runtime.wall_ns())
             try:
-                await self._write(fd, offset, data, hasher)
-            except OSError as error:
-                if error.errno != errno.ENOSPC or file.staged is None:
-                    raise
-                # Others have filled the disk, and the worker does not know yet: it looks, and makes room, once.
-                await self._reservations.make_room(file, file.staged)
-                await self._write(fd, offset, data, hasher)
+                await self._write_or_make_room(file, fd, offset, data, hasher)
+            except (OSError, KvError):  # cancelled, its thread may still be writing: then it counts as written
+                self._cut_back(file, fd, before_bytes)
+                raise
             file.hasher = hasher
         return len(data)
+
+    def _cut_back(self, file: LocalFile, fd: int, size_bytes: int) -> None:
+        """A write failed: what it has added, a part of its bytes or a hole, is nobody's."""
+        grew = file.size_bytes > size_bytes
+        file.changed(size_bytes, self._runtime.wall_ns())
+        if grew:
+            os.ftruncate(fd, size_bytes)
+
+    async def _write_or_make_room(
+        self, file: LocalFile, fd: int, offset: int, data: bytes, hasher: BlockHasher | None
+    ) -> None:
+        try:
+            await self._write(fd, offset, data, hasher)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or file.staged is None:
+                raise
+            # Others have filled the disk, and the worker does not know yet: it looks, and makes room, once.
+            await self._reservations.make_room(file, file.staged)
+            await self._write(fd, offset, data, hasher)
 
     async def _write(self, fd: int, offset: int, data: bytes, hasher: BlockHasher | None) -> None:
         start_s = self._runtime.monotonic_s()
@@ -150,11 +170,15 @@ class StagingArea:
             self._threads_until_s = end_s + THREADS_FOR_S
 
     async def truncate(self, file: LocalFile, size_bytes: int) -> None:
-        """Make it exactly so long; what is added is zeros."""
+        """Make it exactly so long; what is added is zeros.
+
+        Raises what it failed with. Emptied, it begins anew, unless somebody has it open by passthrough: the kernel
+        would go on writing to the file that was dropped.
+        """
         async with file.lock:
             file.observe()
-            if file.failed is not None and size_bytes:
-                raise file.failed  # emptied, it may begin anew
+            if file.failed is not None and (size_bytes or (self.backing.passthrough and file.handles)):
+                raise file.failed
             if size_bytes == 0 and file.staged is None:
                 file.set_block(-1)
             else:

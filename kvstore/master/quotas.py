@@ -94,7 +94,7 @@ class Quotas:
         seen = {id: sum(each.bytes for each in by_policy.get(id, {}).values()) + fresh[id] for id, _ in rows}
         hidden = {id: row.used_bytes - seen[id] for id, row in rows if row.used_bytes > seen[id]}
         self.hidden = {} if is_whole else hidden
-        over = {policy.id: (policy.row, self._over_bytes(policy)) for policy in rows}
+        over = {each.id: (each.row, self._due_bytes(each, by_policy.get(each.id, {}))) for each in rows}
         self._orders = {
             id: _orders(id, by_policy.get(id, {}), size_bytes, row.used_bytes // max(1, row.files))
             for id, (row, size_bytes) in over.items()
@@ -111,6 +111,13 @@ class Quotas:
             if row is not None and (over := self._over_bytes(Policy(policy, row))) > 0:
                 orders.append(shares[node]._replace(bytes=min(over, shares[node].bytes)))
         return orders
+
+    def _due_bytes(self, policy: Policy, held: Mapping[str, Held]) -> int:
+        """What is to go now. Not for blocks that are too new for their workers to know what they count for: they will
+        be the first to go when they do, and hot ones are not to go in their place.
+        """
+        too_new = policy.row.used_bytes - self.hidden.get(policy.id, 0) - sum(each.bytes for each in held.values())
+        return self._over_bytes(policy) - max(0, too_new)
 
     def _over_bytes(self, policy: Policy) -> int:
         id, row = policy

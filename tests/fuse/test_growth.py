@@ -1,4 +1,7 @@
-"""A passthrough writer that never stops, on a small volume: the kernel asks nobody, and the cap holds all the same."""
+"""A passthrough writer that never stops, on a small volume: the kernel asks nobody, and the cap holds all the same.
+
+What was reported as failed is never published, nor is anything else in its place.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ from tests.support.kept import kill_fs
 from tests.support.modes import DEAD_TICKS, mode_options
 from tests.support.mounts import Mount, mounted
 from tests.support.sealed import put
+from tests.support.small_fs import Filler
+from tests.support.small_fs import mounted as mounted_fs
 
 CAPACITY: Final = 64 * MIB
 STEP: Final = 1 * MIB
@@ -155,6 +160,99 @@ def test_fsync_says_it_too(small: Small) -> None:
         return error_of(os.fsync, fd), error_of(os.close, fd)
 
     assert in_child(write_and_sync) == ("ENOSPC", "ENOSPC")
+
+
+def _ftruncate(fd: int, path: Path) -> None:
+    os.ftruncate(fd, 0)
+
+
+def _truncate_by_path(fd: int, path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def _open_truncating(fd: int, path: Path) -> None:
+    """Its own descriptor: by its temporary name it would get a version of its own."""
+    os.close(os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_TRUNC))
+
+
+NAMES: Final = pytest.mark.parametrize("name", ["x.tmp", "x"], ids=["temporary", "ordinary"])
+
+
+@pytest.mark.parametrize(
+    ("name", "emptied"),
+    [
+        ("x.tmp", _ftruncate),
+        ("x.tmp", _open_truncating),
+        ("x", _ftruncate),
+        ("x", _open_truncating),
+        ("x", _truncate_by_path),  # no path leads to a temporary version that is open
+    ],
+)
+def test_it_does_not_begin_anew_under_an_open_handle(
+    small: Small, name: str, emptied: Callable[[int, Path], None]
+) -> None:
+    """The kernel would go on writing to the file that was dropped, and an empty one would be published for it."""
+    path, whole = small.mount / name, small.mount / "x"
+
+    def write_anew() -> list[str]:
+        fd = overgrown(path)
+        answers = [error_of(os.fsync, fd), error_of(emptied, fd, path)]
+        os.pwrite(fd, SMALL, 0)
+        answers += [error_of(os.fsync, fd), error_of(os.close, fd)]
+        return answers if path == whole else [*answers, error_of(os.rename, path, whole)]
+
+    def read() -> bytes | None:
+        with contextlib.suppress(FileNotFoundError):
+            return whole.read_bytes()
+        return None
+
+    in_child(put, whole, SMALL[::-1])
+    assert set(in_child(write_anew)) == {"ENOSPC"}
+    assert in_child(read) in (SMALL[::-1], None), "what was published before, if it did not have to make room"
+
+
+@NAMES
+def test_it_begins_anew_once_it_is_closed(small: Small, name: str) -> None:
+    path, whole = small.mount / name, small.mount / "x"
+
+    def write_anew() -> bytes:
+        fd = overgrown(path)
+        assert error_of(os.close, fd) == "ENOSPC"
+        path.write_bytes(SMALL)
+        if path != whole:
+            path.rename(whole)
+        return whole.read_bytes()
+
+    assert in_child(write_anew) == SMALL
+
+
+@NAMES
+def test_a_write_that_found_the_disk_full_adds_nothing(tmp_path: Path, name: str) -> None:
+    """Plain mode: what follows once there is room again stands right behind what was written before."""
+    before, after = b"A" * 200_000, b"C" * 10
+
+    def write_past_a_full_disk(path: Path, whole: Path, others: Filler) -> bytes:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        assert os.write(fd, before) == len(before)
+        others.fill()
+        answers = {error_of(os.write, fd, b"B" * MIB) for _ in range(2)}
+        others.remove()
+        assert answers == {"ENOSPC"}
+        wait_until(lambda: error_of(os.write, fd, after) == "ok", "there is room again")
+        os.close(fd)
+        if path != whole:
+            path.rename(whole)
+        return whole.read_bytes()
+
+    cluster = Cluster(tmp_path, workers=1, capacity="64MiB", dead_ticks=DEAD_TICKS)
+    worker = cluster.workers[0]
+    with (
+        mounted_fs(worker.volume, "-t", "tmpfs", "-o", "size=12m", "kvstore-test"),
+        cluster,
+        mounted(cluster, tmp_path / "m", worker, *mode_options("plain")) as mount,
+    ):
+        written = in_child(write_past_a_full_disk, mount / name, mount / "x", Filler(worker.volume))
+    assert written == before + after
 
 
 @pytest.mark.parametrize("written_on", [0, 1 * MIB, 16 * MIB, 100 * MIB])

@@ -19,51 +19,7 @@ from kvstore.fuse.backing import Backing
 from kvstore.fuse.localfile import LocalFile
 from kvstore.fuse.reservations import TIGHT_FOR_S
 from kvstore.fuse.staging import StagingArea
-from kvstore.runtime import SystemRuntime
-
-
-class SmallVolume:
-    """Blocks on a volume with so much room; `asked`: every reservation, granted or not."""
-
-    def __init__(self, path: Path, room: int) -> None:
-        self.path, self.room, self.asked = path, room, list[int]()
-
-    async def stage(self, size_hint: int = 0) -> Staging:
-        self._take(size_hint)
-        return Staging(self, os.open(self.path, os.O_RDWR | os.O_CREAT), handle=1)
-
-    async def reserve(self, staging: Staging, size_bytes: int, *, evict: bool = True) -> None:
-        self._take(size_bytes)
-
-    async def abort(self, staging: Staging) -> None:
-        staging.close()
-
-    def _take(self, size_bytes: int) -> None:
-        self.asked.append(size_bytes)
-        if size_bytes > self.room:
-            raise NoSpace
-
-
-class Time(SystemRuntime):
-    now_s = 100.0
-
-    def monotonic_s(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-async def runtime() -> AsyncIterator[Time]:
-    runtime = Time(1)
-    yield runtime
-    runtime.close()
-
-
-def area_on(volume: SmallVolume, runtime: Time) -> StagingArea:
-    return StagingArea(cast(AsyncBlocks, volume), runtime, 64 * MIB)
-
-
-def new_file() -> LocalFile:
-    return LocalFile(1, 1, None, True, 0o100644, 0, 0, 0, 0)
+from tests.support.small_volume import SmallVolume, Time, area_on, new_file
 
 
 async def write(area: StagingArea, file: LocalFile, size_bytes: int, step: int = 128 * KIB) -> None:
@@ -299,6 +255,37 @@ async def test_a_failed_file_takes_no_writes_and_begins_anew_when_it_is_truncate
     await area.hash(file)
     assert os.pread(file.fd, 10, 0) == b"anew"
     await area.drop(file)
+
+
+async def test_a_failed_file_stays_failed_while_the_kernel_may_write_what_was_dropped(cutting: Cutting) -> None:
+    """Passthrough: through a handle that is still open, whoever empties the file, or opens it again."""
+    _, area, file = cutting
+    file.handles = 1
+    cut(file.fd)
+    with pytest.raises(NoSpace):
+        await area.hash(file)
+    with pytest.raises(NoSpace):
+        await area.truncate(file, 0)
+    file.handles = 2
+    for truncate in (True, False):
+        with pytest.raises(NoSpace):
+            await area.begin(file, truncate=truncate)
+    with pytest.raises(NoSpace):
+        await area.sync(file)
+    with pytest.raises(NoSpace):
+        await lock_and(file, area.seal)
+
+
+async def test_a_failed_file_begins_anew_once_its_handles_are_closed(cutting: Cutting) -> None:
+    _, area, file = cutting
+    cut(file.fd)
+    with pytest.raises(NoSpace):
+        await area.hash(file)
+    file.handles = 1  # the next one
+    await area.begin(file, truncate=True)
+    os.pwrite(file.fd, b"anew", 0)
+    await area.hash(file)
+    assert (file.size_bytes, file.failed) == (4, None)
 
 
 async def test_what_is_reserved_ahead_is_what_files_of_the_directory_measure(tmp_path: Path, runtime: Time) -> None:

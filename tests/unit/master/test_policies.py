@@ -207,6 +207,20 @@ async def test_where_a_block_is_large_beside_the_quota_room_is_made_for_who_trie
         assert (await w.beat_with(held={told.id: 1000})).over == [], "nothing goes for what never fits"
 
 
+async def test_hot_blocks_do_not_go_in_the_place_of_new_ones() -> None:
+    """Workers learn only with the reply to their next report what a new block counts for."""
+    async with running() as w:
+        await w.join()
+        await w.mkdir("a")
+        [told] = (await w.policy("a", quota_bytes=1000)).policies
+        for i in range(10):
+            await w.put(f"a/{i}", address(i, length=108))
+        await rest(w, {1: {told.id: 900}})
+        assert (await w.beat_with(held={told.id: 900})).over == []
+        await rest(w, {1: {told.id: 1080}})
+        assert (await w.beat_with(held={told.id: 1080})).over == [(told.id, 80, 2.1)]
+
+
 async def test_where_much_is_written_some_room_is_kept_for_what_comes_next() -> None:
     async with running() as w:
         await w.join()
