@@ -17,6 +17,10 @@ from kvstore.worker.lease import Holders
 from kvstore.worker.store import Store
 from kvstore.worker.volume import Volume
 
+MAX_SEEN = 4096
+"""Blocks that a round looks through for those that may go (others are just leaving, moving, or shielded for a moment):
+a few milliseconds.
+"""
 MAX_VICTIMS = 256
 """Blocks in one round: one report, a few milliseconds of unlinks."""
 BATCH_SHARE = 64
@@ -77,7 +81,8 @@ class Evictor:
     def _candidates(self, volume: Volume, size_bytes: int) -> list[Block]:
         """Twice what is needed, so that there is a choice between held and not held; the coldest first."""
         now = self._store.runtime.monotonic_s()
-        fair = (b for b in self._store.coldest(volume) if b.is_movable and not b.pinned and b.shielded_until_s <= now)
+        seen = itertools.islice(self._store.coldest_unpinned(volume), MAX_SEEN)
+        fair = (b for b in seen if b.is_movable and not b.pinned and b.shielded_until_s <= now)
         found, total = [], 0
         for block in itertools.islice(fair, MAX_VICTIMS):
             found.append(block)

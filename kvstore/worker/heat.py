@@ -38,19 +38,36 @@ FOUND: Final = Known(Heat(-1.0, False))
 """As a clock at 0 has it: of a block that was found at start, and of which nothing is remembered."""
 
 
+class _Orders(NamedTuple):
+    """The blocks of one volume, each in one of the three."""
+
+    free: Ranking[BlockId]
+    pinned: Ranking[BlockId]
+    unowned: Ranking[BlockId]
+
+    def fit(self, block: Block) -> Ranking[BlockId]:
+        """Where it belongs."""
+        if not block.owned:
+            return self.unowned
+        return self.pinned if block.pinned else self.free
+
+    def now(self, block: Block) -> Ranking[BlockId]:
+        """Where it is; where it belongs when it is nowhere."""
+        return next((ranking for ranking in self if block.id in ranking), self.fit(block))
+
+
 class HeatMap:
     """The order of the blocks of each volume, by heat; all volumes share one clock.
 
-    Those whose pin holds have an order of their own: they are the coldest before long, and whoever looks for victims
-    would have to pass them all.
+    Those that nobody owns yet, and those whose pin holds, have orders of their own: they stay however cold they become,
+    and whoever looks for victims would have to pass them all.
     """
 
     def __init__(self, volumes: Sequence[Volume]) -> None:
         capacity = sum(volume.books.capacity for volume in volumes)
         self.clock, self.ghosts = Clock(capacity), Ghosts(capacity)
         self._bursts: Bursts[int] = Bursts()
-        self._rankings: dict[int, Ranking[BlockId]] = {volume.id: Ranking() for volume in volumes}
-        self._pinned: dict[int, Ranking[BlockId]] = {volume.id: Ranking() for volume in volumes}
+        self._orders = {volume.id: _Orders(Ranking(), Ranking(), Ranking()) for volume in volumes}
         self._remembered: dict[BlockId, Known] = {}
 
     def came(self, block: Block, client: int, now_s: float) -> None:
@@ -70,37 +87,34 @@ class HeatMap:
 
     def moved(self, block: Block, source: Volume) -> None:
         """It lies in `block.volume` now, no longer in `source`."""
-        for rankings in (self._rankings, self._pinned):
-            score = rankings[source.id].score(block.id)
-            if score is not None:
-                rankings[source.id].discard(block.id)
-                rankings[block.volume.id].set(block.id, score)
+        self._enter(block, self._orders[source.id])
 
     def repinned(self, block: Block) -> None:
         """`block.pinned` may have changed."""
-        here, there = (self._pinned, self._rankings) if block.pinned else (self._rankings, self._pinned)
-        score = there[block.volume.id].score(block.id)
-        if score is not None:
-            there[block.volume.id].discard(block.id)
-            here[block.volume.id].set(block.id, score)
+        self._enter(block, self._orders[block.volume.id])
+
+    def reowned(self, block: Block) -> None:
+        """`block.owned` may have changed."""
+        self._enter(block, self._orders[block.volume.id])
 
     def gone(self, block: Block) -> None:
-        self._ranking(block).discard(block.id)
+        self._orders[block.volume.id].now(block).discard(block.id)
 
     def evicted(self, block: Block) -> None:
         """It goes for want of room: should its content come back, it is not new."""
         self.ghosts.add(content_of(block), self.of(block))
 
     def of(self, block: Block) -> Heat:
-        score = self._ranking(block).score(block.id)
+        score = self._orders[block.volume.id].now(block).score(block.id)
         return Heat(self.clock.now if score is None else score, block.proven)
 
     def coldest(self, volume: Volume, *, pinned: bool = True) -> Iterator[BlockId]:
-        """From the coldest up, `pinned` ones too or not. Not to be changed while it is iterated."""
-        orders = [self._rankings[volume.id].coldest()]
-        if pinned and self._pinned[volume.id]:
-            orders.append(self._pinned[volume.id].coldest())
-        return (block for block, _ in heapq.merge(*orders, key=operator.itemgetter(1)))
+        """The owned ones from the coldest up, `pinned` ones too or not. Not to be changed while it is iterated."""
+        orders = self._orders[volume.id]
+        rankings = [orders.free.coldest()]
+        if pinned and orders.pinned:
+            rankings.append(orders.pinned.coldest())
+        return (block for block, _ in heapq.merge(*rankings, key=operator.itemgetter(1)))
 
     def known(self, block: Block, clock: float, now_s: float) -> Known:
         """What a restart takes over of a block: as things stood when the clock was at `clock`."""
@@ -133,12 +147,16 @@ class HeatMap:
         return heat._replace(score=heat.score + self.clock.now)
 
     def _set(self, block: Block, heat: Heat) -> None:
-        self._ranking(block).set(block.id, heat.score)
+        self._orders[block.volume.id].now(block).set(block.id, heat.score)
         block.proven = heat.proven
 
-    def _ranking(self, block: Block) -> Ranking[BlockId]:
-        pinned = self._pinned[block.volume.id]
-        return pinned if block.id in pinned else self._rankings[block.volume.id]
+    def _enter(self, block: Block, before: _Orders) -> None:
+        """It may belong elsewhere than where it is. One that is nowhere (it has gone) stays so."""
+        old, new = before.now(block), self._orders[block.volume.id].fit(block)
+        score = old.score(block.id)
+        if score is not None and old is not new:
+            old.discard(block.id)
+            new.set(block.id, score)
 
 
 def aged(heat: Heat, clock: float) -> Heat:

@@ -35,15 +35,18 @@ class HeldBytes:
     books: Books
     size_bytes: int
     on_free: Callable[[], None]
+    is_over: bool = False
+    """It was released: what is heard of it later (a cut that was under way) is in the books no more."""
 
     def resized(self, size_bytes: int) -> None:
-        if size_bytes != self.size_bytes:
+        if size_bytes != self.size_bytes and not self.is_over:
             self.books.held_resized(size_bytes - self.size_bytes)
             shrunk, self.size_bytes = size_bytes < self.size_bytes, size_bytes
             if shrunk:
                 self.on_free()
 
     def released(self) -> None:
+        self.is_over = True
         self.books.let_go(self.size_bytes)
         self.on_free()
 

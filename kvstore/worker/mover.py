@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
@@ -18,7 +19,7 @@ from kvstore.core import mover as core
 from kvstore.core.errors import Corrupt, KvError, NoSpace
 from kvstore.core.limits import MIB
 from kvstore.core.types import TIERS, BlockId
-from kvstore.runtime import P
+from kvstore.runtime import P, Runtime
 from kvstore.worker.background import Background
 from kvstore.worker.block import Block
 from kvstore.worker.counters import Reason
@@ -36,6 +37,10 @@ T = TypeVar("T")
 
 INTERVAL_S: Final = 0.25
 """Between two plans while nobody asks for one."""
+PAUSE: Final = 9
+"""Times what a plan took (10 ms where all tiers have many blocks), but never longer than `INTERVAL_S`: however often
+blocks are touched, plans have no more than a tenth of a core.
+"""
 PIECE_BYTES: Final = 4 * MIB
 """Copied by one thread in one go; the rate is kept between pieces."""
 PLAN_S: Final = 1.0
@@ -55,6 +60,28 @@ class Pace(NamedTuple):
     moves_at_a_time: int
 
 
+class Rest:
+    """Between plans of one kind. The moves and evictions of a plan are no part of what it took: they have bounds of
+    their own, and as long as they last the next plan waits anyway.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime, self._until_s = runtime, 0.0
+
+    @contextmanager
+    def after(self) -> Iterator[None]:
+        """Around the making of a plan."""
+        start_s = self._runtime.monotonic_s()
+        yield
+        end_s = self._runtime.monotonic_s()
+        self._until_s = end_s + min(INTERVAL_S, PAUSE * (end_s - start_s))
+
+    async def over(self) -> None:
+        left_s = self._until_s - self._runtime.monotonic_s()
+        if left_s > 0:
+            await self._runtime.sleep(left_s)
+
+
 class Mover:
     """Blocks that are used are candidates for the faster tier; volumes above their high watermark are relieved."""
 
@@ -67,7 +94,8 @@ class Mover:
         self._candidates: dict[BlockId, None] = {}
         self._next_s = 0.0
         self._wake, self._filled = asyncio.Event(), asyncio.Event()
-        self._turn = asyncio.Lock()
+        self._turn, self._relief_turn = asyncio.Lock(), asyncio.Lock()
+        self._rest, self._relief_rest = Rest(store.runtime), Rest(store.runtime)
 
     def touched(self, block: Block) -> None:
         """Somebody used it."""
@@ -89,6 +117,7 @@ class Mover:
             await _set_or_late(self._wake)
             if self._store.scanned.is_set():
                 await self.step()
+                await self._rest.over()
 
     async def run_relief(self) -> None:
         """Until cancelled: the last tier is brought down to its low watermark as soon as it passes the high one,
@@ -96,14 +125,21 @@ class Mover:
         """
         while True:
             await _set_or_late(self._filled)
-            if self._store.scanned.is_set():
-                await self.relieve()
+            if self._store.scanned.is_set() and not await self.relieve():
+                await self._relief_rest.over()
 
-    async def relieve(self) -> None:
-        """The last tier's evictions."""
+    async def relieve(self) -> int:
+        """The last tier's evictions. Returns the bytes unlinked."""
+        async with self._relief_turn:
+            return await self._relieve()
+
+    async def _relieve(self) -> int:
         last = [tier for tier in self._tiers() if tier.spaces][-1:]
-        if any(_is_over(space) for tier in last for space in tier.spaces):
-            await self._evict(core.plan(last, await self._coldest(), (), 0).evictions)
+        if not any(_is_over(space) for tier in last for space in tier.spaces):
+            return 0
+        with self._relief_rest.after():
+            plan = core.plan(last, await self._coldest(), (), 0)
+        return await self._evict(plan.evictions)
 
     async def step(self) -> None:
         """One plan, carried out; one after the other, as each looks at what the one before did."""
@@ -115,8 +151,9 @@ class Mover:
         candidates = self._take_candidates()
         if not candidates and not any(_is_over(space) for tier in tiers for space in tier.spaces):
             return
-        coldest = await self._coldest()
-        plan = core.plan(tiers, coldest, candidates, round(self._pace.bytes_per_s * PLAN_S))
+        with self._rest.after():
+            coldest = await self._coldest()
+            plan = core.plan(tiers, coldest, candidates, round(self._pace.bytes_per_s * PLAN_S))
         await self._carry_out(plan)
 
     async def demote(self, volume: Volume, need_bytes: int) -> int:
@@ -125,7 +162,7 @@ class Mover:
         always 0 in the last tier. What has begun goes on when the caller is cancelled.
         """
         ahead_bytes = round(self._pace.bytes_per_s * (AHEAD_S - max(0.0, self._next_s - self._now_s())))
-        if volume.tier == self._store.in_service[-1].tier or ahead_bytes <= 0:
+        if not volume.in_service or volume.tier == self._store.in_service[-1].tier or ahead_bytes <= 0:
             return 0
         plan = core.shed(self._tiers(), await self._coldest(), volume.id, need_bytes, ahead_bytes)
         return await self._carry_out(plan, is_awaited=True)
@@ -146,13 +183,15 @@ class Mover:
 
         return sum(await asyncio.gather(*(take() for _ in range(self._pace.moves_at_a_time))))
 
-    async def _evict(self, evictions: Sequence[core.Eviction[BlockId]]) -> None:
+    async def _evict(self, evictions: Sequence[core.Eviction[BlockId]]) -> int:
         by_reason: dict[Reason, list[Block]] = {}
         for block in self._blocks(eviction.id for eviction in evictions):
             reason = Reason.FLOOR if block.volume.books.is_disk_full else Reason.CAPACITY
             by_reason.setdefault(reason, []).append(block)
+        freed = 0
         for reason, blocks in by_reason.items():
-            await self._background.run(self._evictor.evict(blocks, reason))
+            freed += await self._background.run(self._evictor.evict(blocks, reason))
+        return freed
 
     async def _move(self, move: core.Move[BlockId], is_awaited: bool) -> int:
         """Returns the bytes that moved, 0 when it came to nothing."""

@@ -75,6 +75,7 @@ class Room:
             async with asyncio.timeout(self._patience(self._store.in_service, need, timeout_s)):
                 await self._store.scanned.wait()  # until then the books do not know what is there
                 demote_until_s = self._now_s() + DEMOTING_SHARE * timeout_s
+                in_vain: set[int] = set()
                 while True:
                     if (placed := place(need)) is not None and placed.books.free >= need:
                         return self._taken(placed, need)
@@ -83,7 +84,7 @@ class Room:
                         if volume.books.free >= need:
                             return self._taken(volume, need)
                     slowest = [v for v in volumes if v.tier == volumes[-1].tier]
-                    await self._make_room(max(slowest, key=_could_be_free), need, demote_until_s)
+                    await self._make_room(slowest, in_vain, need, demote_until_s)
         except TimeoutError:
             for volume in self._store.in_service:
                 self._waited(volume, need, timeout_s)
@@ -100,17 +101,20 @@ class Room:
         """The same on the volume where the file already lies. With no time to wait nothing is looked at or evicted.
 
         `missing_bytes` is asked in each round: what was written without leave is counted meanwhile, and has to fit too.
-        The disk is looked at first: its writer may ask for more because the disk turned out to be full.
+        The disk is looked at first: its writer may ask for more because the disk turned out to be full. Raises NoSpace.
         """
+        if timeout_s <= 0 and not self._store.scanned.is_set():
+            raise self._no_space(missing_bytes(), [volume])
         try:
             async with asyncio.timeout(self._patience([volume], missing_bytes(), timeout_s)):
+                await self._store.scanned.wait()  # until then the books do not know what is there
                 demote_until_s = self._now_s() + DEMOTING_SHARE * timeout_s
                 if timeout_s > 0:
                     await self.look(volume)
                 while volume.books.missing(more := missing_bytes()) > 0:
                     if more > volume.books.capacity or timeout_s <= 0:
                         raise self._no_space(more, [volume])
-                    await self._make_room(volume, more, demote_until_s)
+                    await self._make_room([volume], set(), more, demote_until_s)
         except TimeoutError:
             self._waited(volume, missing_bytes(), timeout_s)
             raise self._no_space(missing_bytes(), [volume]) from None
@@ -126,7 +130,8 @@ class Room:
             async with asyncio.timeout(REFILL_WAIT_S):
                 demote_until_s = self._now_s() + DEMOTING_SHARE * REFILL_WAIT_S
                 for _ in range(REFILL_ROUNDS):
-                    if await self._is_made(volume, spare, demote_until_s):
+                    await self._round(volume, spare, demote_until_s)
+                    if volume.books.missing(spare) <= 0:
                         return volume.in_service
         except TimeoutError:
             pass
@@ -151,23 +156,39 @@ class Room:
             )
         return sorted(large, key=lambda v: (TIERS.index(v.tier), -v.books.free))
 
-    async def _make_room(self, volume: Volume, need: int, demote_until_s: float) -> None:
-        """One round; returns when it is worth looking again."""
-        if not await self._is_made(volume, need, demote_until_s):
-            await self._wait()
+    async def _make_room(self, volumes: Sequence[Volume], in_vain: set[int], need: int, demote_until_s: float) -> None:
+        """One round on one of the volumes; returns when it is worth looking again.
 
-    async def _is_made(self, volume: Volume, need: int, demote_until_s: float) -> bool:
-        """One round of demotion or eviction, one at a time on each volume. Whether there is room then."""
+        `in_vain`: ids of those where a round has freed nothing since the last wait (what fills them may be pinned, or
+        not owned yet). Each of the others has a round before anybody waits.
+        """
+        untried = [v for v in volumes if v.id not in in_vain] or volumes
+        volume = max(untried, key=_could_be_free)
+        freed = await self._round(volume, need, demote_until_s)
+        if volume.books.missing(need) <= 0:
+            return
+        if not freed:
+            in_vain.add(volume.id)
+            if not in_vain.issuperset(v.id for v in volumes):
+                return
+            in_vain.clear()
+        await self._wait()
+
+    async def _round(self, volume: Volume, need: int, demote_until_s: float) -> int:
+        """Of demotion or eviction, one at a time on each volume. Returns the bytes that left the volume's blocks (some
+        may still be held by readers).
+        """
         async with self._turns[volume.id]:
             await self.look(volume)
             missing = volume.books.missing(need)
             if missing <= 0:
-                return True
+                return 0
             self._freed.clear()
-            # What is not there to be evicted cannot make room: then nothing is evicted for nothing.
-            if missing <= volume.books.blocks and not await self._demoted(volume, missing, demote_until_s):
-                await self._evictor.make_room(volume, missing)
-            return volume.books.missing(need) <= 0
+            if missing > volume.books.blocks:
+                return 0  # what is not there to be evicted cannot make room: nothing is evicted for nothing
+            return await self._demoted(volume, missing, demote_until_s) or await self._evictor.make_room(
+                volume, missing
+            )
 
     async def _demoted(self, volume: Volume, missing: int, until_s: float) -> int:
         """The bytes that went to the next tier; 0 when there is none, nothing can move, or the time is up."""
@@ -211,6 +232,11 @@ class Room:
             pass
 
     def _no_space(self, size_bytes: int, volumes: Sequence[Volume]) -> NoSpace:
+        if not self._store.scanned.is_set():
+            return NoSpace(
+                f"no room for {format_size(size_bytes)} yet: this worker has just started, and still looks for the "
+                "blocks on its volumes; retry later"
+            )
         each = "; ".join(f"{v.path}: {v.books.describe()}" for v in volumes)
         return NoSpace(
             f"no room for {format_size(size_bytes)} and nothing to evict: {each}; retry later or "

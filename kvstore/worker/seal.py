@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from functools import partial
 from typing import NamedTuple
 
@@ -165,7 +166,7 @@ class Sealer:
         size = self._checked(fd).size_bytes
         async with self._staging.private(size) as (copy, sink):
             try:
-                copied = partial(self._store.runtime.in_thread, self._disk.copy, fd, sink.fd, size)
+                copied = partial(self._store.runtime.in_thread, self._copy, fd, sink.fd, size)
                 length = await self._store.despite_full_disk(copy.volume, copied)
             except OSError as error:
                 raise self._store.explain(copy.volume, error, "copying a staging file") from None
@@ -177,6 +178,14 @@ class Sealer:
         if not keep:
             await self._staging.drop(staged)
         return block
+
+    def _copy(self, source: int, target: int, size_bytes: int) -> int:
+        """Returns the length of the copy. An attempt that failed may have left more behind than there is to copy now:
+        the writer may have truncated the source since.
+        """
+        length_bytes = self._disk.copy(source, target, size_bytes)
+        os.ftruncate(target, length_bytes)
+        return length_bytes
 
     async def _rename(self, staged: Staged, address: Address, session: int, state: FileState) -> Block:
         target = staged.volume.block_path(address)

@@ -80,9 +80,15 @@ class Store:
         return sorted(block.id for block in self._by_volume[volume.id].values() if not block.leaving)
 
     def coldest(self, volume: Volume) -> Iterator[Block]:
-        """From the coldest up; in the last tier without those that are pinned, as there is no place below for them."""
+        """Those that are owned, from the coldest up; in the last tier without those that are pinned, as there is no
+        place below for them.
+        """
         pinned = any(TIERS.index(v.tier) > TIERS.index(volume.tier) for v in self.in_service)
         return (self._blocks[block] for block in self.heat.coldest(volume, pinned=pinned))
+
+    def coldest_unpinned(self, volume: Volume) -> Iterator[Block]:
+        """Those that eviction may choose from: owned, and not pinned, from the coldest up."""
+        return (self._blocks[block] for block in self.heat.coldest(volume, pinned=False))
 
     def all(self) -> Iterable[Block]:
         return self._blocks.values()
@@ -125,6 +131,7 @@ class Store:
         """An entry lists it."""
         block.owned, block.given_up = True, False
         self.unowned.pop(block.id, None)
+        self.heat.reowned(block)
         self.fences.settle(block.id)
         self.on_free()  # it can be evicted now
 
@@ -134,6 +141,7 @@ class Store:
             block.owned, block.since_s, block.session = False, self.runtime.monotonic_s(), FOUND
             self.unowned[block.id] = block
             self.labels.set(block, NONE)
+            self.heat.reowned(block)
 
     def give_up(self, block: Block) -> None:
         """Its writer will not publish it: the next report says so, and the verdict on it decides."""

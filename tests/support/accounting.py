@@ -41,8 +41,12 @@ async def stop_moves(worker: Worker) -> None:
     async def no_step() -> None:
         return
 
+    async def no_relief() -> int:
+        return 0
+
     worker.mover.step = no_step  # type: ignore[method-assign]
-    async with worker.mover._turn:
+    worker.mover.relieve = no_relief  # type: ignore[method-assign]
+    async with worker.mover._turn, worker.mover._relief_turn:
         pass
 
 

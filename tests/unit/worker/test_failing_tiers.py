@@ -11,9 +11,11 @@ import pytest
 
 from kvstore.core.errors import KvError, NotFound, Unavailable
 from kvstore.core.types import Replica
+from kvstore.worker import room
 from kvstore.worker.block import Block
 from kvstore.worker.disk import Disk
 from kvstore.worker.settings import Settings, VolumeSettings
+from kvstore.worker.volume import Volume
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.accounting import stop_moves
@@ -179,6 +181,33 @@ async def test_with_no_volume_left_readers_are_served_from_peers(worker: Worker,
         assert os.pread(opened.fd, MIB, 0) == data
         os.close(opened.fd)
         assert listed(worker) == []
+
+
+async def test_with_no_volume_left_nothing_is_moved_and_nothing_placed(worker: Worker) -> None:
+    await in_both(worker)
+    mem, ssd = worker.store.volumes
+    for volume in (mem, ssd):
+        worker.store.fail(volume, "as a test wants it")
+    assert await worker.mover.demote(mem, MIB) == 0
+    assert worker.mover.place_fetched(MIB) is None
+
+
+@pytest.mark.parametrize("is_fetch", [False, True])
+async def test_who_waits_for_room_when_the_last_volume_fails_is_told_so(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, is_fetch: bool
+) -> None:
+    for _ in range(32):
+        await kit.put(worker, os.urandom(MIB), owned=False)
+    mem, _ = worker.store.volumes
+    mem.books.take(mem.books.free)
+
+    async def fail(_: Volume) -> None:
+        for volume in worker.store.volumes:
+            worker.store.fail(volume, "as a test wants it")
+
+    monkeypatch.setattr(worker.room, "look", fail)
+    with pytest.raises(Unavailable, match="in service"):
+        await worker.room.take(MIB, 5.0, worker.mover.place_fetched if is_fetch else room.NOWHERE)
 
 
 @pytest.mark.parametrize("broken", ["mem", "ssd"])

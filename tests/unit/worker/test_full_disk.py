@@ -22,6 +22,7 @@ from kvstore.worker.block import Block
 from kvstore.worker.counters import Reason
 from kvstore.worker.disk import Disk
 from kvstore.worker.settings import Settings, VolumeSettings, Watermarks
+from kvstore.worker.volume import Volume
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.crowded_disk import CrowdedDisk
@@ -95,6 +96,29 @@ async def test_the_copy_of_a_file_that_is_still_written_makes_room(
     await worker.staging.abort(staged)
     assert disk.refusals == 1
     assert await kit.get(worker, block.address) == data
+
+
+async def test_a_copy_is_no_longer_than_what_its_writer_left_of_the_file(
+    worker: Worker, full: list[Block], disk: CrowdedDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first attempt has copied more when the disk turned out to be full."""
+    data = os.urandom(3 * MIB)
+    staged, fd = await worker.staging.create(1, len(data))
+    disk.others_bytes -= len(data)
+    os.pwrite(fd, data, 0)
+    refill = worker.store.on_full
+
+    async def shorter(volume: Volume) -> bool:
+        os.ftruncate(fd, 1000)
+        return await refill(volume)
+
+    monkeypatch.setattr(worker.store, "on_full", shorter)
+    block = await worker.sealer.seal_copy(staged)
+    os.close(fd)
+    await worker.staging.abort(staged)
+    assert disk.refusals == 1
+    assert block.address.length_bytes == os.path.getsize(block.path) == 1000
+    assert await kit.get(worker, block.address) == data[:1000]
 
 
 async def test_where_nothing_can_go_the_write_is_refused_and_leaves_nothing(worker: Worker, disk: CrowdedDisk) -> None:

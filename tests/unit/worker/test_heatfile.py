@@ -50,6 +50,7 @@ def store(runtime: SystemRuntime, volume: Volume) -> Store:
 
 def add(store: Store, number: int) -> Block:
     block = store.add(Address(BlockId(7, number), MIB, number), store.volumes[0], 1, None)
+    store.own(block)
     store.heat.touch(block, 0, 0.0)
     return block
 

@@ -62,21 +62,39 @@ class Machine(RuleBasedStateMachine):
         self.labels = Labels(self.heat, self.volumes, SHARE)
         self.now_s = 0.0
         self.blocks: list[Block] = []
+        self.scores: dict[BlockId, float] = {}
         self.counter = itertools.count(1)
 
     @precondition(lambda self: len(self.blocks) < MANY)
     @rule(length=st.integers(1, 30_000), at=st.integers(0, 1), policy=policies)
     def come(self, length: int, at: int, policy: int) -> None:
         address = Address(BlockId(1, next(self.counter)), length, length)
-        block = Block(address, self.volumes[at], 1, self.now_s, owned=True, used_s=self.now_s)
+        block = Block(address, self.volumes[at], 1, self.now_s, used_s=self.now_s)
         self.heat.came(block, NOBODY, self.now_s)
+        self.scores[block.id] = self.heat.of(block).score
         self.blocks.append(block)
+        if policy != NONE:
+            self.own(block)
         self.labels.set(block, policy)
+
+    def own(self, block: Block) -> None:
+        block.owned = True
+        self.heat.reowned(block)
+
+    @rule(at=st.integers(0, 1000))
+    def disown(self, at: int) -> None:
+        if self.blocks:
+            block = self.blocks[at % len(self.blocks)]
+            block.owned = False
+            self.labels.set(block, NONE)
+            self.heat.reowned(block)
 
     @rule(at=st.integers(0, 1000), policy=policies)
     def label(self, at: int, policy: int) -> None:
         if self.blocks:
-            self.labels.set(self.blocks[at % len(self.blocks)], policy)
+            block = self.blocks[at % len(self.blocks)]
+            self.own(block)
+            self.labels.set(block, policy)
 
     @rule(at=st.integers(0, 1000))
     def use(self, at: int) -> None:
@@ -85,6 +103,7 @@ class Machine(RuleBasedStateMachine):
             block = self.blocks[at % len(self.blocks)]
             block.used_s = self.now_s
             self.heat.touch(block, NOBODY, self.now_s)
+            self.scores[block.id] = self.heat.of(block).score
             self.labels.touched(block)
 
     @rule(at=st.integers(0, 1000))
@@ -171,14 +190,15 @@ class Machine(RuleBasedStateMachine):
             assert self.labels.pins.unpinned_bytes(volume.tier) == waiting
 
     @invariant()
-    def volumes_have_the_pinned_in_an_order_of_their_own(self) -> None:
+    def volumes_have_the_pinned_and_the_unowned_in_orders_of_their_own(self) -> None:
         for volume in self.volumes:
             here = [b for b in self.blocks if b.volume is volume]
-            assert len(list(self.heat.coldest(volume))) == len(here)
-            assert {b.id for b in here if not b.pinned} == set(self.heat.coldest(volume, pinned=False))
-            scores = [self.heat.of(block).score for block in here]
-            order = {block.id: self.heat.of(block).score for block in here}
-            assert [order[id] for id in self.heat.coldest(volume)] == sorted(scores)
+            owned = [b for b in here if b.owned]
+            assert len(list(self.heat.coldest(volume))) == len(owned)
+            assert {b.id for b in owned if not b.pinned} == set(self.heat.coldest(volume, pinned=False))
+            assert {b.id: self.heat.of(b).score for b in here} == {b.id: self.scores[b.id] for b in here}
+            order = [self.scores[id] for id in self.heat.coldest(volume)]
+            assert order == sorted(self.scores[b.id] for b in owned)
 
     @invariant()
     def the_coldest_come_first(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import shutil
 from collections.abc import AsyncIterator
@@ -13,13 +14,16 @@ import pytest
 
 from kvstore.core import mover as core
 from kvstore.core.errors import KvError
+from kvstore.core.types import BlockId
 from kvstore.worker.block import Block
 from kvstore.worker.counters import Reason
 from kvstore.worker.disk import Disk
+from kvstore.worker.mover import INTERVAL_S, PAUSE, Rest
 from kvstore.worker.settings import Settings, VolumeSettings, Watermarks
 from kvstore.worker.volume import Volume
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
+from tests.support.accounting import stop_moves
 from tests.support.worker_kit import MIB
 
 MARKS = Watermarks(0.9, 0.75)
@@ -267,6 +271,8 @@ async def test_heat_survives_a_restart(tmp_path: Path) -> None:
         cold_order = [b.id for b in worker.store.coldest(worker.store.volumes[0])]
         assert cold_order[-1] == hot.id
     async with kit.running(settings(tmp_path, mem=0)) as again:
+        for block in again.store.all():
+            again.store.own(block)
         assert [b.id for b in again.store.coldest(again.store.volumes[0])] == cold_order
     (tmp_path / "ssd" / "heat").write_bytes(b"\1nonsense")
     async with kit.running(settings(tmp_path, mem=0)) as without:
@@ -324,3 +330,73 @@ async def test_blocks_that_have_to_stay_do_not_hide_those_behind_them(tmp_path: 
         assert volume.books.used <= 6 * MIB * MARKS.low + MIB
         assert sum(block.pinned for block in worker.store.all()) == core.WINDOW + 20
         volume.books.capacity = 8 * MIB
+
+
+PLAN_S = 0.02
+
+
+def count_plans(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When each began; each takes `PLAN_S`."""
+    begun: list[float] = []
+    coldest = worker.mover._coldest
+
+    async def slow() -> dict[int, list[core.Resident[BlockId]]]:
+        begun.append(worker.runtime.monotonic_s())
+        await asyncio.sleep(PLAN_S)
+        return await coldest()
+
+    monkeypatch.setattr(worker.mover, "_coldest", slow)
+    return begun
+
+
+def rests(begun: list[float]) -> list[float]:
+    return [later - earlier for earlier, later in itertools.pairwise(begun)]
+
+
+async def test_however_often_blocks_are_touched_plans_have_a_tenth_of_the_time(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = await kit.put(worker, os.urandom(MIB))
+    mem, ssd = worker.store.volumes
+    mem.books.take(8 * MIB)  # there is no room above, and nothing to displace
+    begun = count_plans(worker, monkeypatch)
+    async with asyncio.timeout(10):
+        while len(begun) < 6:
+            worker.mover.touched(block)
+            await asyncio.sleep(0.002)
+    mem.books.give_back(8 * MIB)
+    assert block.volume is ssd
+    assert min(rests(begun)) >= min(PLAN_S * (1 + PAUSE), PLAN_S + INTERVAL_S)
+
+
+async def test_relief_that_finds_nothing_to_evict_rests_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with kit.running(settings(tmp_path, mem=0)) as worker:
+        await stop_moves(worker)
+        (volume,) = worker.store.volumes
+        begun = count_plans(worker, monkeypatch)
+        volume.books.take(31 * MIB)  # above the mark, and nothing to evict
+        async with asyncio.timeout(10):
+            while len(begun) < 6:
+                worker.mover.filled(volume)
+                await asyncio.sleep(0.002)
+        volume.books.give_back(31 * MIB)
+        assert min(rests(begun)) >= min(PLAN_S * (1 + PAUSE), PLAN_S + INTERVAL_S)
+
+
+async def test_the_time_that_moves_take_is_no_reason_to_rest(worker: Worker) -> None:
+    clock = worker.runtime.monotonic_s
+    rest = Rest(worker.runtime)
+    with rest.after():
+        await asyncio.sleep(0.01)
+    start_s = clock()
+    await asyncio.sleep(0.01 * PAUSE)  # moves
+    await rest.over()
+    moved_s = clock() - start_s
+    with rest.after():
+        await asyncio.sleep(2 * INTERVAL_S / PAUSE)
+    start_s = clock()
+    await rest.over()
+    assert INTERVAL_S <= clock() - start_s < INTERVAL_S + 0.2, "never longer than that"
+    assert moved_s < 0.01 * PAUSE + 0.2

@@ -147,3 +147,62 @@ async def test_moves_that_are_waited_for_run_ahead_of_the_pace_but_not_for_ever(
             assert await worker.mover.demote(ssd, 6 * MIB) == AHEAD_S * MIB, "at once"
         assert await worker.mover.demote(ssd, 6 * MIB) <= MIB, "from now on at the pace"
         assert await worker.mover.demote(worker.store.volumes[-1], MIB) == 0, "nothing is below the last tier"
+
+
+async def test_on_a_volume_that_is_still_looked_through_nothing_grows(worker: Worker) -> None:
+    """A session that comes back after a restart may ask before the books know what is there."""
+    staged = await a_growing_file(worker)
+    worker.store.scanned.clear()
+    with pytest.raises(NoSpace, match=r"just started.*retry"):
+        await worker.room.grow(staged.volume, lambda: MIB, 0)
+    with pytest.raises(NoSpace, match=r"just started.*retry"):
+        await worker.room.grow(staged.volume, lambda: MIB, 0.05)
+    waiting = asyncio.create_task(worker.staging.reserve(staged, 2 * MIB))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    worker.store.scanned.set()
+    await waiting
+    assert staged.volume.books.staging == 2 * MIB
+
+
+def two_of_a_tier(root: Path) -> Settings:
+    volumes = [
+        VolumeSettings("ssd", str(root / name), size, 0, Watermarks(1.0, 0.9))
+        for name, size in (("large", 16 * MIB), ("small", 8 * MIB))
+    ]
+    return kit.settings(root)._replace(volumes=volumes, session_grace_s=60.0)
+
+
+@pytest.mark.parametrize("why", ["pinned", "unowned"])
+async def test_a_put_goes_where_blocks_can_go(tmp_path: Path, why: str) -> None:
+    """The larger volume has more blocks, but none of them may be evicted."""
+    async with kit.running(two_of_a_tier(tmp_path)) as worker:
+        blocks = [await kit.put(worker, os.urandom(MIB), owned=False) for _ in range(24)]
+        small, large = sorted(worker.store.volumes, key=lambda volume: volume.books.capacity)
+        assert small.books.free == large.books.free == 0
+        for block in blocks:
+            block.pinned = why == "pinned" and block.volume is large
+            if why == "pinned" or block.volume is small:
+                worker.store.own(block)
+        assert (await kit.put(worker, os.urandom(2 * MIB))).volume is small
+        assert worker.store.count(large) == 16
+        await check_exact(worker)
+
+
+async def test_where_nothing_can_go_a_put_waits_between_its_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with kit.running(two_of_a_tier(tmp_path)) as worker:
+        for _ in range(24):
+            await kit.put(worker, os.urandom(MIB), owned=False)
+        rounds = 0
+
+        async def count(*_: object) -> int:
+            nonlocal rounds
+            rounds += 1
+            return 0
+
+        monkeypatch.setattr(worker.evictor, "make_room", count)
+        with pytest.raises(NoSpace):
+            await worker.staging.create(1, MIB, 5 * room.RETRY_S)
+        assert 2 <= rounds <= 2 * 6, "one on each volume, and then a wait"
