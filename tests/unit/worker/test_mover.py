@@ -23,7 +23,6 @@ from kvstore.worker.settings import Settings, VolumeSettings, Watermarks
 from kvstore.worker.volume import Volume
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
-from tests.support.accounting import stop_moves
 from tests.support.worker_kit import MIB
 
 MARKS = Watermarks(0.9, 0.75)
