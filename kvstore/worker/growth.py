@@ -26,7 +26,7 @@ INTERVAL_S: Final = 0.1
 """Between two looks. A writer at 1 GB/s takes 100 MB meanwhile: by so much a cap can be passed (`free_floor` keeps the
 disk from being full then).
 """
-EVICTING_SHARE: Final = 0.25
+EVICTING_SHARE: Final = 0.75
 """Of a volume: for a file that takes more, and has not asked, nothing is evicted. Nobody knows how long it will become,
 and one that fits nowhere must not cost the whole cache first.
 """
