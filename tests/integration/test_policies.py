@@ -98,11 +98,11 @@ def test_far_above_the_quota_a_put_is_refused_and_nothing_is_left_of_it(clients:
 def test_unused_blocks_go_after_their_ttl_and_used_ones_stay(cluster: Cluster, clients: list[Client]) -> None:
     a, b = clients
     a.mkdir("ttl")
-    a.set_policy("ttl", ttl_s=3.0)
+    a.set_policy("ttl", ttl_s=5.0)
     before = unlinked(cluster, "ttl")
     for name in ("used", "read-elsewhere", "idle", "only-asked-for"):
         a.put(f"ttl/{name}", content(name))
-    end = time.monotonic() + 7
+    end = time.monotonic() + 10
     while time.monotonic() < end:
         assert a.get("ttl/used") == content("used")
         assert b.get("ttl/read-elsewhere") == content("read-elsewhere")
