@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from kvstore.client.messages import ClusterMap, Node, TierCounters
+from kvstore.client.messages import ClusterMap, Node
+from kvstore.core.told import TierCounters
 from kvstore.core.types import TIERS
 
 MIN_ELAPSED_S: Final = 0.1

@@ -10,8 +10,9 @@ from kvstore.cli.nodes_cmd import READS, READS_NOTE, in_order, reads, state
 from kvstore.cli.output import Column, JsonOption, number_column, print_note, print_object, print_rows, size_column
 from kvstore.cli.rates import Tier, share, tiers
 from kvstore.cli.store import MasterOption, open_store
-from kvstore.client.messages import ClusterMap, Counters, Node
+from kvstore.client.messages import ClusterMap, Node
 from kvstore.config.units import format_size
+from kvstore.core.told import WorkerCounters
 
 app = new_app()
 
@@ -119,7 +120,9 @@ def summary(cluster: ClusterMap) -> dict[str, Any]:
     """Sums over the live workers. `hit_ratio` is of names, `local_ratio` of blocks; None before the first one."""
     live = [node for node in cluster.nodes if node.live]
     volumes = [volume for node in live for volume in node.volumes]
-    counters = Counters(*(sum(column) for column in zip(*(n.counters for n in live), strict=True))) if live else None
+    counters = (
+        WorkerCounters(*(sum(column) for column in zip(*(n.counters for n in live), strict=True))) if live else None
+    )
     asked = cluster.lookups_found + cluster.lookups_not_found
     wanted = counters.hits + counters.fetches + counters.misses if counters else 0
     return {

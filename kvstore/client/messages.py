@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 from kvstore.core.errors import KvError
+from kvstore.core.told import TierCounters, Unlinked, VolumeState, WorkerCounters
 from kvstore.core.types import Address, Entry
 from kvstore.pb import common_pb2 as c
 from kvstore.pb import master_pb2 as m
@@ -90,61 +91,6 @@ class RenameName(NamedTuple):
     """The one that is meant at `from`, 0 = whatever is there. See `RemoveName.inode`."""
 
 
-class Volume(NamedTuple):
-    id: int
-    tier: str
-    capacity_bytes: int
-    used_bytes: int
-    free_bytes: int
-
-
-class Counters(NamedTuple):
-    """Of one worker since its start."""
-
-    hits: int
-    misses: int
-    fetches: int
-    evictions: int
-    evicted_bytes: int
-    read_bytes: int
-    written_bytes: int
-    corruptions: int
-    promotions: int = 0
-    promoted_bytes: int = 0
-    demotions: int = 0
-    demoted_bytes: int = 0
-    fetched_bytes: int = 0
-    """Of blocks that were brought from a peer and kept."""
-
-
-class Unlinked(NamedTuple):
-    """`reason`: capacity, floor, quota, ttl, removed, corrupt, orphan; a newer worker may have others."""
-
-    reason: str
-    files: int
-    bytes: int
-    """What they took on the disk."""
-
-
-class TierCounters(NamedTuple):
-    """Of one worker's volumes of one tier, since its start. Moves count where they end."""
-
-    tier: str
-    blocks: int = 0
-    """That are there now."""
-    hits: int = 0
-    promotions: int = 0
-    promoted_bytes: int = 0
-    demotions: int = 0
-    demoted_bytes: int = 0
-    pinned_bytes: int = 0
-    """That are never evicted, now."""
-    unpinned_bytes: int = 0
-    """Of blocks whose pin has no effect now: the share for pins is used up."""
-    unlinked: tuple[Unlinked, ...] = ()
-    """Of the reasons that occurred."""
-
-
 class Node(NamedTuple):
     id: str
     endpoint: str
@@ -152,8 +98,8 @@ class Node(NamedTuple):
     live: bool
     heartbeat_age_s: float
     """Negative: none since the master started."""
-    volumes: tuple[Volume, ...]
-    counters: Counters
+    volumes: tuple[VolumeState, ...]
+    counters: WorkerCounters
     blocks: int
     draining: bool
     version: str
@@ -294,8 +240,8 @@ def cluster_map(reply: m.ClusterMapReply) -> ClusterMap:
 
 
 def _node(node: m.Node) -> Node:
-    volumes = tuple(Volume(v.id, v.tier, v.capacity_bytes, v.used_bytes, v.free_bytes) for v in node.volumes)
-    counters = Counters(*(getattr(node.counters, name) for name in Counters._fields))
+    volumes = tuple(VolumeState(v.id, v.tier, v.capacity_bytes, v.used_bytes, v.free_bytes) for v in node.volumes)
+    counters = WorkerCounters(*(getattr(node.counters, name) for name in WorkerCounters._fields))
     return Node(
         node.id,
         node.endpoint,

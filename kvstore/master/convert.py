@@ -9,6 +9,7 @@ from typing import Final
 import xxhash
 
 from kvstore.core.errors import InvalidRequest, KvError
+from kvstore.core.told import TierCounters, Unlinked, VolumeState, WorkerCounters
 from kvstore.core.types import TIERS, Seen
 from kvstore.master import publish, remove, reports
 from kvstore.master.journal import Event
@@ -18,7 +19,7 @@ from kvstore.master.policies import Wanted
 from kvstore.master.quotas import Held
 from kvstore.master.rename import Move
 from kvstore.master.setpolicy import Told
-from kvstore.master.told import Beat, Registration, TierCounters, Unlinked, VolumeState, WorkerCounters
+from kvstore.master.told import Beat, Registration
 from kvstore.pb import common_pb2 as c
 from kvstore.pb import master_pb2 as m
 from kvstore.rpc import entries

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from kvstore.core.errors import AlreadyExists, Denied, InvalidRequest
+from kvstore.core.told import TierCounters, VolumeState, WorkerCounters
 from kvstore.core.types import Replica
 from kvstore.master import journal
 from kvstore.master.change import Change
@@ -16,15 +17,7 @@ from kvstore.master.db import Cf, Reader
 from kvstore.master.incarnations import Incarnations
 from kvstore.master.quotas import Held
 from kvstore.master.records import NODE, VOLUME, NodeRow, VolumeRow, dump, pack_u64, unpack_u64
-from kvstore.master.told import (
-    MAX_VOLUMES_PER_NODE,
-    Beat,
-    Registration,
-    TierCounters,
-    VolumeState,
-    WorkerCounters,
-    check_registration,
-)
+from kvstore.master.told import MAX_VOLUMES_PER_NODE, Beat, Registration, check_registration
 
 log = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvstore.core.errors import InvalidRequest
+from kvstore.core.told import TierCounters, VolumeState, WorkerCounters
 from kvstore.core.types import TIERS, U63_MAX, Seen
 from kvstore.master.quotas import Held
 
@@ -15,51 +16,6 @@ MAX_FENCES = 1024
 MAX_SEEN = MAX_VOLUMES_PER_NODE
 MAX_TEXT = 255
 """Characters of a node id or an endpoint."""
-
-
-class VolumeState(NamedTuple):
-    id: int
-    tier: str
-    capacity_bytes: int
-    used_bytes: int
-    free_bytes: int
-
-
-class WorkerCounters(NamedTuple):
-    hits: int = 0
-    misses: int = 0
-    fetches: int = 0
-    evictions: int = 0
-    evicted_bytes: int = 0
-    read_bytes: int = 0
-    written_bytes: int = 0
-    corruptions: int = 0
-    promotions: int = 0
-    promoted_bytes: int = 0
-    demotions: int = 0
-    demoted_bytes: int = 0
-    fetched_bytes: int = 0
-
-
-class Unlinked(NamedTuple):
-    reason: str
-    files: int
-    bytes: int
-
-
-class TierCounters(NamedTuple):
-    """Of the volumes of one tier, as their worker told it."""
-
-    tier: str
-    blocks: int = 0
-    hits: int = 0
-    promotions: int = 0
-    promoted_bytes: int = 0
-    demotions: int = 0
-    demoted_bytes: int = 0
-    pinned_bytes: int = 0
-    unpinned_bytes: int = 0
-    unlinked: Sequence[Unlinked] = ()
 
 
 class Registration(NamedTuple):

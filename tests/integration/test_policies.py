@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import Client, NoSpace, NotFound, OtherPolicy
-from kvstore.client.messages import TierCounters
+from kvstore.core.told import TierCounters
 from tests.support.cluster import Cluster, wait_until
 
 MIB = 1 << 20

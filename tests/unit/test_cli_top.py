@@ -12,8 +12,9 @@ from rich.text import Text
 from kvstore.cli import report_cmd, top_cmd
 from kvstore.cli.rates import Rates, tiers
 from kvstore.cli.top_cmd import Looks
-from kvstore.client.messages import ClusterMap, Counters, Node, TierCounters, Unlinked, Volume
+from kvstore.client.messages import ClusterMap, Node
 from kvstore.core.errors import Denied, KvError, Timeout, Unavailable
+from kvstore.core.told import TierCounters, Unlinked, VolumeState, WorkerCounters
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -23,7 +24,7 @@ def node(
     name: str = "a", *, hits: int = 0, misses: int = 0, age_s: float = 0.0, live: bool = True, **other: object
 ) -> Node:
     """With an ssd that took all hits, and the counters of `other`: read_bytes, promotions, unlinked."""
-    counters = Counters(hits, misses, 0, 0, 0, int(str(other.get("read_bytes", 0))), 0, 0)
+    counters = WorkerCounters(hits, misses, 0, 0, 0, int(str(other.get("read_bytes", 0))), 0, 0)
     unlinked = other.get("unlinked", {})
     assert isinstance(unlinked, dict)
     told = TierCounters(
@@ -33,7 +34,7 @@ def node(
         promotions=int(str(other.get("promotions", 0))),
         unlinked=tuple(Unlinked(reason, files, files * MIB) for reason, files in unlinked.items()),
     )
-    volumes = (Volume(1, "ssd", 4 * GIB, GIB, 3 * GIB), Volume(2, "ssd", 4 * GIB, GIB, 3 * GIB))
+    volumes = (VolumeState(1, "ssd", 4 * GIB, GIB, 3 * GIB), VolumeState(2, "ssd", 4 * GIB, GIB, 3 * GIB))
     return Node(name, f"{name}:1", "", live, age_s, volumes, counters, 7, False, "1", (told,))
 
 
@@ -115,7 +116,7 @@ class TestRates:
         assert rates.lookups == (0.0, None)
 
     def test_tiers_come_fastest_first_also_untold_and_unknown_ones(self) -> None:
-        volumes = tuple(Volume(i, tier, 4, 3, 1) for i, tier in enumerate(("tape", "hdd", "mem", "hdd")))
+        volumes = tuple(VolumeState(i, tier, 4, 3, 1) for i, tier in enumerate(("tape", "hdd", "mem", "hdd")))
         found = tiers(node()._replace(volumes=volumes, tiers=(TierCounters("hdd", hits=3),)))
         assert [(t.counters.tier, t.capacity_bytes, t.counters.hits) for t in found] == [
             ("mem", 4, 0),

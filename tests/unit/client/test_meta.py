@@ -13,6 +13,7 @@ from kvstore.client import messages as msg
 from kvstore.client.meta import AsyncMeta, Meta
 from kvstore.core.errors import KvError, NotFound, Overloaded, Stale, Timeout, Unavailable
 from kvstore.core.limits import MAX_BATCH, MAX_MESSAGE_BYTES
+from kvstore.core.told import TierCounters, Unlinked, WorkerCounters
 from kvstore.core.types import Address, BlockId, Entry, Replica
 from kvstore.pb import master_pb2 as m
 from kvstore.rpc import entries
@@ -317,8 +318,8 @@ def test_the_cluster_map(meta_of: MetaOf) -> None:
     assert (cluster.cluster, cluster.files, cluster.directories, cluster.max_block_bytes) == ("c", 2, 3, 4)
     assert (cluster.lookups_found, cluster.lookups_not_found) == (5, 6)
     assert cluster.nodes[0].free_bytes == 6
-    assert cluster.nodes[0].counters == msg.Counters(1, 0, 0, 0, 0, 0, 0, 2)
-    assert cluster.nodes[0].tiers == (msg.TierCounters("ssd", hits=1, unlinked=(msg.Unlinked("ttl", 2, 3),)),)
+    assert cluster.nodes[0].counters == WorkerCounters(1, 0, 0, 0, 0, 0, 0, 2)
+    assert cluster.nodes[0].tiers == (TierCounters("ssd", hits=1, unlinked=(Unlinked("ttl", 2, 3),)),)
 
 
 def test_statfs(meta_of: MetaOf) -> None:

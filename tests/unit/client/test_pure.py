@@ -17,10 +17,11 @@ from kvstore.client.cluster import candidates, in_order, pick
 from kvstore.client.deadline import Deadline, seconds
 from kvstore.client.elsewhere import DISTRUST_S, LocalWrites, is_elsewhere
 from kvstore.client.lost import LostNames
-from kvstore.client.messages import ClusterMap, Counters, Node, Volume
+from kvstore.client.messages import ClusterMap, Node
 from kvstore.core.breaker import FIRST_PAUSE_S
 from kvstore.core.errors import Corrupt, Denied, InvalidRequest, KvError, NoSpace, NotFound, Timeout, Unavailable
 from kvstore.core.limits import MAX_TIMEOUT_S
+from kvstore.core.told import VolumeState, WorkerCounters
 from kvstore.core.types import Entry, Replica
 
 
@@ -339,8 +340,8 @@ def test_blame() -> None:
 
 
 def node(name: str, *, free: int = 100, live: bool = True, draining: bool = False) -> Node:
-    volume = Volume(1, "ssd", 1000, 1000 - free, free)
-    return Node(name, f"{name}:1", "", live, 0.1, (volume,), Counters(0, 0, 0, 0, 0, 0, 0, 0), 0, draining, "1")
+    volume = VolumeState(1, "ssd", 1000, 1000 - free, free)
+    return Node(name, f"{name}:1", "", live, 0.1, (volume,), WorkerCounters(0, 0, 0, 0, 0, 0, 0, 0), 0, draining, "1")
 
 
 def cluster(*nodes: Node) -> ClusterMap:

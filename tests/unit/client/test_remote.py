@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from kvstore.client.cluster import AsyncCluster, Cluster
-from kvstore.client.messages import ClusterMap, Counters, Node
+from kvstore.client.messages import ClusterMap, Node
 from kvstore.client.meta import AsyncMeta, Meta
 from kvstore.client.remote import AsyncRemote, Remote
 from kvstore.client.sockets import SealedBlock
@@ -28,6 +28,7 @@ from kvstore.core.errors import (
     Unavailable,
 )
 from kvstore.core.hashing import hash_block
+from kvstore.core.told import WorkerCounters
 from kvstore.core.types import Address, BlockId, Replica
 from kvstore.pb import worker_pb2 as w
 from kvstore.rpc.entries import address_from_pb, address_to_pb
@@ -44,7 +45,7 @@ class KnownMap:
     """In the place of the master: the map of the workers that the test started."""
 
     def __init__(self, endpoints: list[str]) -> None:
-        counters = Counters(0, 0, 0, 0, 0, 0, 0, 0)
+        counters = WorkerCounters(0, 0, 0, 0, 0, 0, 0, 0)
         self.nodes = tuple(Node(e, e, "", True, 0, (), counters, 0, False, "") for e in endpoints)
 
     def cluster_map(self, *, timeout_s: float) -> ClusterMap:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.client.messages import TierCounters, Unlinked, cluster_map
+from kvstore.client.messages import cluster_map
+from kvstore.core.told import TierCounters, Unlinked
 from kvstore.master import convert
 from kvstore.master.nodes import Node
 from kvstore.pb import common_pb2 as c

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any, ParamSpec, TypeVar
 
 from kvstore.core.errors import KvError
+from kvstore.core.told import VolumeState, WorkerCounters
 from kvstore.core.types import Address, BlockId, Entry
 from kvstore.master.commit import Committer
 from kvstore.master.db import Cf, Db, MemoryDb
@@ -36,7 +37,7 @@ from kvstore.master.remove import Kind
 from kvstore.master.rename import Move
 from kvstore.master.reports import Full, Report
 from kvstore.master.setpolicy import Holding
-from kvstore.master.told import Beat, Registration, VolumeState, WorkerCounters
+from kvstore.master.told import Beat, Registration
 from kvstore.rpc.server import stop_all
 
 P = ParamSpec("P")
