@@ -124,9 +124,12 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
         return reply
 
     def _take(self, request: m.ReportRequest) -> None:
+        before = self.fences
         self.reports.append(request)
         fences = {f.boot: f.counter for f in request.fences}
-        self.dead.update(b for b in split(request.dead_ids) if b not in self.owned)
+        # Below the fence an id is forgotten: such a one is never called dead.
+        may_die = (b for b in split(request.dead_ids) if b.boot in fences and b.counter >= before.get(b.boot, 0))
+        self.dead.update(b for b in may_die if b not in self.owned)
         for block in split(request.nowhere_ids):
             self.replicas.pop(block, None)
         for block, at in zip(split(request.held_ids), request.held_volume, strict=True):

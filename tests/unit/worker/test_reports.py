@@ -137,21 +137,25 @@ async def test_a_block_published_in_the_last_moment_survives_being_made_dead(
 
 @pytest.mark.parametrize("own", [False, True], ids=["of another worker", "of our own, back from a peer"])
 async def test_a_replica_whose_name_went_while_it_was_fetched_does_not_stay(
-    worker: Worker, master: FakeMaster, own: bool
+    tmp_path: Path, master: FakeMaster, own: bool
 ) -> None:
-    """The master has forgotten the id by now: it will neither own it nor call it dead, and no session is its owner."""
-    data, id = b"data", BlockId(99, 1)
-    if own:
-        id = worker.store.fences.mint()
-        worker.store.fences.settle(id)
-    address = Address(id, len(data), hash_block(data))
-    async with worker.staging.private(len(data)) as (staged, sink):
-        await sink.write(data)
-        block = await worker.sealer.install_replica(staged, address, sink.state())
-    await master.until(lambda: any(id in split(r.nowhere_ids) for r in master.reports))
-    await kit.until(lambda: worker.store.volumes[0].books.used == 0)
-    assert not os.path.exists(block.path)
-    assert worker.counters.tiers["ssd"].unlinked[Reason.ORPHAN].files == 1
+    """The master has forgotten the id by now: it will neither own it nor call it dead, and no session is its owner, so
+    that there is no grace to wait for."""
+    settings = kit.settings(tmp_path, master=master.endpoint)._replace(session_grace_s=600)
+    async with kit.running(settings, joined=True) as worker:
+        data, id = b"data", BlockId(99, 1)
+        if own:
+            id = worker.store.fences.mint()
+            worker.store.fences.settle(id)
+            await master.until(lambda: id.counter < master.fences.get(id.boot, 0))
+        address = Address(id, len(data), hash_block(data))
+        async with worker.staging.private(len(data)) as (staged, sink):
+            await sink.write(data)
+            block = await worker.sealer.install_replica(staged, address, sink.state())
+        await master.until(lambda: any(id in split(r.nowhere_ids) for r in master.reports))
+        await kit.until(lambda: worker.store.volumes[0].books.used == 0)
+        assert not os.path.exists(block.path)
+        assert worker.counters.tiers["ssd"].unlinked[Reason.ORPHAN].files == 1
 
 
 async def test_removed_blocks_are_unlinked_by_order_and_reported(worker: Worker, master: FakeMaster) -> None:
