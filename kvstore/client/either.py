@@ -29,6 +29,8 @@ PROBE_TIMEOUT_S: Final = 0.5
 """So long a caller waits to learn whether a worker that did not answer does again; its own call might take its whole
 deadline.
 """
+TOLD_S: Final = 0.01
+"""So long an abort may take to be sent to a worker that does not answer."""
 
 
 class AsyncEitherBlocks:
@@ -86,7 +88,7 @@ class AsyncEitherBlocks:
     async def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
         """A worker that does not answer is told, too, and reads it when it goes on; nobody waits for that."""
         if staging.owner is self._local and not self._breakers.closed(self._path):
-            await self._local.abort(staging, timeout_s=MIN_STEP_S)
+            await self._local.abort(staging, timeout_s=TOLD_S)
         else:
             left = Deadline(timeout_s)
             await self._owner(staging, lambda b: b.abort(staging, timeout_s=left.left_s), left)
@@ -178,7 +180,7 @@ class EitherBlocks:
 
     def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
         if staging.owner is self._local and not self._breakers.closed(self._path):
-            self._local.abort(staging, timeout_s=MIN_STEP_S)
+            self._local.abort(staging, timeout_s=TOLD_S)
         else:
             left = Deadline(timeout_s)
             self._owner(staging, lambda b: b.abort(staging, timeout_s=left.left_s), left)

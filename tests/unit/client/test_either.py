@@ -30,6 +30,7 @@ from kvstore.core.errors import KvError, Timeout, Unavailable
 from kvstore.core.types import Address, BlockId
 from kvstore.runtime import SystemRuntime
 from tests.support.fake_socket import Asked, FakeSocket, open_fds
+from tests.support.worker_kit import until
 
 OWN_S = 0.4
 """Deadline of the calls that find out; longer than a breaker's patience."""
@@ -185,13 +186,13 @@ async def test_the_first_silent_seal_is_the_one_that_waits(local: LocalPart, wor
 async def test_an_abort_is_sent_all_the_same(local: LocalPart, world: World) -> None:
     """A worker that only slept reads it when it goes on: the file must not lie there as long as the session lasts."""
     staging: Staging = await world.call("stage", 10)
-    await asyncio.gather(*(world.volume() for _ in range(3)))  # blocking clients: another connection for the abort
+    local.late_s = 0.1  # so that they overlap, and blocking clients have another connection for the abort
+    await asyncio.gather(*(world.volume() for _ in range(3)))
     local.silent = True
     await world.find_out()
     with pytest.raises(KvError):
         await world.call("abort", staging)
-    await asyncio.sleep(AT_ONCE_S)
-    assert local.asked(sp.Abort) == 1
+    await until(lambda: local.asked(sp.Abort) == 1)
 
 
 async def test_many_at_once_wait_together_and_count_as_one(local: LocalPart, world: World) -> None:

@@ -194,7 +194,7 @@ def test_requests_under_way_are_answered_before_an_upgrade(ran: Ran, device: Fak
 @pytest.mark.allow_errors("did not start, or not end, in time")
 def test_an_upgrade_does_not_wait_for_ever_for_the_old_process(directory: Path, device: FakeDevice) -> None:
     with keeper_thread(command(directory), device) as ran:
-        until(lambda: ran.status()["state"] == "serving")
+        until(lambda: ran.status()["state"] == "serving" and ran.status()["pending"] == 0)  # INIT is answered, too
         pid = kill(ran, signal.SIGSTOP)
         waiting = device.send(Op.LOOKUP, ROOT, b"file\0")
         answer = admin(device, {"verb": "upgrade", "python": sys.executable})
