@@ -1,6 +1,8 @@
 # make demo    set up, then the main job: two engines share KV chunks through two mounts
 # make test    set up, then everything that CI runs
 # make check   format, lint, types, import rules, unit and contract tests (a minute or two)
+# make sim     the deterministic simulation: SEEDS=500 FIRST=1, or one seed with its whole trace: SEED=n
+# make chaos   real processes under a verified load, killed, stopped, parted, their disks damaged: MINUTES=5 SEED=n
 # make proto   generated stubs from proto/; leaves no diff
 # make bench   measurements beside the plain directory
 # make clean   remove the environment and what tools left behind
@@ -15,11 +17,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvstore-setup
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
-APT_PACKAGES := make e2fsprogs fuse3 libfuse3-dev pkg-config gcc python3-dev python3-venv strace fio
+APT_PACKAGES := make e2fsprogs fuse3 libfuse3-dev pkg-config gcc python3-dev python3-venv strace fio iproute2 iptables
 PROTOS := $(wildcard proto/kvstore/pb/*.proto)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup apt proto proto-diff check format test demo bench clean needs-mount
+.PHONY: setup apt proto proto-diff check format test sim chaos demo bench clean needs-mount
 
 setup: $(STAMP)
 
@@ -89,6 +91,15 @@ test: $(STAMP) check proto-diff needs-mount
 needs-mount:
 	@test -c /dev/fuse || echo "NOTE: no /dev/fuse here: whatever needs a mount is left out. In a container: --device /dev/fuse --cap-add SYS_ADMIN"
 	@test "$$(id -u)" -eq 0 || echo "NOTE: not root: whatever needs a mount may be left out. Run as root to have it all."
+
+SEEDS ?= 500
+FIRST ?= 1
+sim: $(STAMP)
+	@$(BIN)/python -m tests.sim $(if $(SEED),--seed $(SEED),--seeds $(SEEDS) --first $(FIRST))
+
+MINUTES ?= 5
+chaos: $(STAMP) needs-mount
+	@$(BIN)/python -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 demo: $(STAMP) needs-mount
 	@$(BIN)/python -m bench.demo

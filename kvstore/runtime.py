@@ -7,6 +7,7 @@ interface of its own where it is used.
 from __future__ import annotations
 
 import asyncio
+import resource
 import secrets
 import time
 from collections.abc import Callable
@@ -15,6 +16,19 @@ from typing import ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+FD_LIMIT = 1 << 20
+
+
+def raise_fd_limit() -> None:
+    """As far as it may be: each client of a server costs one, and at a worker each block that somebody has open in
+    flight, and each evicted one that somebody holds.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = FD_LIMIT if hard == resource.RLIM_INFINITY else min(FD_LIMIT, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Runtime(Protocol):

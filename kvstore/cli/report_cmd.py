@@ -44,6 +44,7 @@ COLUMNS = [
     size_column("written_bytes", "Written"),
     number_column("corruptions", "Corrupt blocks"),
 ]
+NOTICE = Column("notice", "Notice")
 NODE_COLUMNS = [Column("node", "NODE"), Column("state", "STATE"), *READS]
 _TIER = [Column("node", "NODE"), Column("tier", "TIER")]
 TIER_COLUMNS = [
@@ -71,7 +72,7 @@ def report(master: MasterOption = None, config: ConfigOption = None, as_json: Js
     """
     with open_store(master, config, "") as client:
         found = summary(client.cluster_map())
-    print_object(found, COLUMNS, as_json)
+    print_object(found, [*COLUMNS, NOTICE] if "notice" in found else COLUMNS, as_json)
     if not as_json:
         print_note("")
         print_rows(found["reads"], NODE_COLUMNS, with_json=False)
@@ -129,6 +130,7 @@ def summary(cluster: ClusterMap) -> dict[str, Any]:
         "cluster": cluster.cluster,
         "version": cluster.version,
         "sequence": cluster.sequence,
+        **({"notice": cluster.notice} if cluster.notice else {}),
         "nodes": f"{len(live)} live of {len(cluster.nodes)}",
         "live_nodes": len(live),
         "known_nodes": len(cluster.nodes),

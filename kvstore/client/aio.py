@@ -37,14 +37,15 @@ from kvstore.client.jobs import (
 from kvstore.client.local import AsyncLocalWorker
 from kvstore.client.lost import LostNames
 from kvstore.client.messages import ClusterMap, RemoveKind, RemoveName, RenameName, Statfs
-from kvstore.client.meta import AsyncMeta
+from kvstore.client.meta import AsyncMeta, more_batches_s
 from kvstore.client.policies import Holding, Policy, below
 from kvstore.client.remote import Described
 from kvstore.client.sockets import SealedBlock
 from kvstore.client.wiring import AsyncParts
 from kvstore.core.errors import KvError
-from kvstore.core.limits import METADATA_TIMEOUT_S, fetch_timeout_s, store_timeout_s
+from kvstore.core.limits import METADATA_TIMEOUT_S, START_TIMEOUT_S, fetch_timeout_s, store_timeout_s
 from kvstore.core.types import Entry
+from kvstore.rpc.transport import GRPC, Transport
 from kvstore.runtime import Runtime
 
 MAX_STORES = 8
@@ -70,11 +71,12 @@ class AsyncClient:
         staging_dir: str | None = None,
         runtime: Runtime | None = None,
         session: int | None = None,
+        transport: Transport = GRPC,
     ) -> None:
         self.timeout_s = seconds(timeout_s)
         socket_path = url.worker_socket(worker_socket)
         own = None if session is None else arguments.session(session)
-        self._parts = AsyncParts(url.parse(store_url), socket_path, staging_dir, runtime, own)
+        self._parts = AsyncParts(url.parse(store_url), socket_path, staging_dir, runtime, own, transport)
         self._cache = MetadataCache(seconds(metadata_ttl_s, "metadata_ttl_s"))
         self._lost = LostNames()
         self._flow = AsyncFlow(self._parts, self._cache)
@@ -130,7 +132,7 @@ class AsyncClient:
 
         Who knows the cluster's id (`ClusterMap.cluster`) from before gives it: then the master is not asked.
         """
-        await self._parts.start(self._deadline(timeout_s), known_cluster)
+        await self._parts.start(Deadline.of(timeout_s, START_TIMEOUT_S), known_cluster)
 
     async def close(self) -> None:
         """End all connections; the client cannot be used again. What it staged goes after the session's grace."""
@@ -157,7 +159,8 @@ class AsyncClient:
         pairs = arguments.items(items)
         names = [self.target.path(path) for path, _ in pairs]
         views = [files.view_of(data) for _, data in pairs]
-        deadline = self._deadline(timeout_s, store_timeout_s(sum(map(len, views))))
+        extra_s = store_timeout_s(sum(map(len, views))) + more_batches_s(len(views))
+        deadline = self._deadline(timeout_s, extra_s)
         job = PutJob(names, [len(v) for v in views], self._lost, if_absent=if_absent)
         bound = asyncio.Semaphore(MAX_STORES)
 
@@ -199,7 +202,7 @@ class AsyncClient:
     async def exists_many(self, paths: Sequence[str], *, timeout_s: float | None = None) -> Flags:
         """Whether each path is there, as of at most `metadata_ttl_s` ago; False when nobody can tell."""
         job = GetJob([self.target.path(p) for p in arguments.paths(paths)], self._cache, self._lost)
-        await self._flow.look_up(job, self._deadline(timeout_s))
+        await self._flow.look_up(job, self._deadline(timeout_s, more_batches_s(len(paths))))
         return job.found()
 
     async def stat(self, path: str = "", *, timeout_s: float | None = None) -> Entry:
@@ -345,11 +348,11 @@ class AsyncClient:
     # ---- inside ----
 
     def _deadline(self, timeout_s: float | None, extra_s: float = 0.0) -> Deadline:
-        return Deadline.of(timeout_s, self.timeout_s + extra_s)
+        return Deadline.of(timeout_s, self.timeout_s + extra_s, self.timeout_s)
 
     async def _get(self, paths: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float | None) -> GetJob:
         job = GetJob([self.target.path(p) for p in paths], self._cache, self._lost, views)
-        await self._flow.get(job, self._deadline(timeout_s))
+        await self._flow.get(job, self._deadline(timeout_s, more_batches_s(len(paths))))
         return job
 
     async def _change(

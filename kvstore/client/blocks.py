@@ -17,7 +17,7 @@ import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from kvstore.client import files, sockets
 from kvstore.client.deadline import Deadline
@@ -37,6 +37,8 @@ T = TypeVar("T")
 INLINE_BYTES = 256 * 1024
 """Reads and writes up to here are done on the loop: from the page cache 10 µs, and 51 µs by way of a thread."""
 ABANDON_TIMEOUT_S = 1.0
+TOLD_S: Final = 0.01
+"""So long an abort may take to be sent to a worker that does not answer, or whose caller has no time left."""
 MAX_STREAMS = 4
 """Transfers to or from remote workers at the same time: two fill the loop's core (field notes)."""
 
@@ -107,10 +109,6 @@ class AsyncLocalBlocks:
     def node(self) -> str:
         return self._worker.hello.node if self._worker.hello else ""
 
-    async def ping(self, timeout_s: float) -> None:
-        """Whether it answers at all. Raises Unavailable, Timeout."""
-        await self._worker.stat(timeout_s=timeout_s)
-
     async def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
         staged = await self._worker.stage(size_hint, timeout_s=timeout_s)
         return Staging(self, staged.fd, handle=staged.staging)
@@ -163,7 +161,7 @@ class AsyncLocalBlocks:
             digest, mtime_ns = await with_room(self, staging, len(view), deadline, partial(self._write, staging, view))
             return await self.seal(staging, len(view), hash=digest, mtime_ns=mtime_ns, timeout_s=deadline.left_s)
         except BaseException:
-            await abandon(self, staging)
+            await abandon(self, staging, deadline)
             raise
 
     async def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
@@ -338,10 +336,15 @@ async def with_room(
     return await write()
 
 
-async def abandon(blocks: AsyncBlocks, staging: Staging) -> None:
+async def abandon(blocks: AsyncBlocks, staging: Staging, deadline: Deadline) -> None:
     """Abort on the way out of a failure: whatever goes wrong here is left to the session's grace."""
     staging.close()
     try:
-        await blocks.abort(staging, timeout_s=ABANDON_TIMEOUT_S)
+        await blocks.abort(staging, timeout_s=abandon_timeout_s(deadline))
     except KvError as error:
         log.debug("staging was left behind: %s", error)
+
+
+def abandon_timeout_s(deadline: Deadline) -> float:
+    """Of the caller's time, so that a call which failed at its end ends then."""
+    return deadline.at_most(ABANDON_TIMEOUT_S) if deadline.has_more_than(TOLD_S) else TOLD_S

@@ -12,17 +12,20 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from kvstore.client.breaker import Breakers
+from kvstore.client.breaker import AsyncBreaker, Breakers, ThreadBreaker
 from kvstore.client.deadline import Deadline
 from kvstore.client.flight import AsyncFlight, Flight
 from kvstore.client.messages import ClusterMap
 from kvstore.client.meta import AsyncMeta, Meta
 from kvstore.core.errors import KvError, Unavailable
-from kvstore.core.limits import CONNECT_TIMEOUT_S, MAX_BLOCK_BYTES
+from kvstore.core.limits import MAX_BLOCK_BYTES, METADATA_TIMEOUT_S
 from kvstore.core.placement import Candidate, choose
 from kvstore.core.types import TIERS, Replica
+from kvstore.pb import worker_pb2 as w
 from kvstore.rpc.link import AsyncLink, Link
 from kvstore.rpc.metadata import Caller
+from kvstore.rpc.methods import WORKER_STAT
+from kvstore.rpc.transport import GRPC, Transport
 
 log = logging.getLogger(__name__)
 
@@ -93,9 +96,9 @@ class _Cached:
 class AsyncCluster:
     """For asyncio. `caller` goes with every call to a worker."""
 
-    def __init__(self, meta: AsyncMeta, caller: Caller) -> None:
-        self.breakers = Breakers()
-        self._meta, self._caller = meta, caller
+    def __init__(self, meta: AsyncMeta, caller: Caller, transport: Transport = GRPC) -> None:
+        self.breakers = Breakers(self._breaker)
+        self._meta, self._caller, self._transport = meta, caller, transport
         self._cached = _Cached()
         self._asking: AsyncFlight[ClusterMap] = AsyncFlight()
         self._links: dict[str, AsyncLink] = {}
@@ -105,7 +108,7 @@ class AsyncCluster:
         """As the master said last."""
         return self._cached.map.max_block_bytes if self._cached.map else MAX_BLOCK_BYTES
 
-    async def map(self, *, timeout_s: float = CONNECT_TIMEOUT_S) -> ClusterMap:
+    async def map(self, *, timeout_s: float = METADATA_TIMEOUT_S) -> ClusterMap:
         """At most `MAP_TTL_S` old, or older while the master does not answer. Raises KvError when there never was
         one.
         """
@@ -124,16 +127,23 @@ class AsyncCluster:
         """The channel to a worker, made at its first use."""
         link = self._links.get(endpoint)
         if link is None:
-            link = self._links[endpoint] = AsyncLink(endpoint, self._caller)
+            link = self._links[endpoint] = AsyncLink(endpoint, self._caller, self._transport)
         return link
 
     def call(self, endpoint: str, timeout_s: float) -> AbstractContextManager[None]:
         """Put around one call to a worker: its breaker."""
-        return self.breakers.call(endpoint, timeout_s)
+        return self.breakers.of(endpoint).call(timeout_s)
 
     async def close(self) -> None:
+        await asyncio.gather(*(breaker.close() for breaker in self.breakers.drop()))
         links, self._links = list(self._links.values()), {}
         await asyncio.gather(*(link.close() for link in links))
+
+    def _breaker(self, endpoint: str) -> AsyncBreaker:
+        async def ping(timeout_s: float) -> None:
+            await self.link(endpoint).call(WORKER_STAT, w.WorkerStatRequest(), timeout_s)
+
+        return AsyncBreaker(f"the worker at {endpoint}", [endpoint], ping)
 
     async def _renew(self, deadline: Deadline) -> ClusterMap:
         if cluster := self._cached.fresh():  # brought while this caller came
@@ -143,7 +153,8 @@ class AsyncCluster:
         return cluster
 
     async def _prune(self, endpoints: set[str]) -> None:
-        self.breakers.keep(endpoints)
+        for breaker in self.breakers.drop(endpoints):
+            await breaker.close()
         for endpoint in self._links.keys() - endpoints:
             await self._links.pop(endpoint).close()
 
@@ -152,7 +163,7 @@ class Cluster:
     """For threads: the methods of `AsyncCluster`, see there."""
 
     def __init__(self, meta: Meta, caller: Caller) -> None:
-        self.breakers = Breakers()
+        self.breakers = Breakers(self._breaker)
         self._meta, self._caller = meta, caller
         self._cached = _Cached()
         self._asking: Flight[ClusterMap] = Flight()
@@ -164,7 +175,7 @@ class Cluster:
         """As the master said last."""
         return self._cached.map.max_block_bytes if self._cached.map else MAX_BLOCK_BYTES
 
-    def map(self, *, timeout_s: float = CONNECT_TIMEOUT_S) -> ClusterMap:
+    def map(self, *, timeout_s: float = METADATA_TIMEOUT_S) -> ClusterMap:
         if cluster := self._cached.fresh():
             return cluster
         try:
@@ -183,13 +194,21 @@ class Cluster:
             return link
 
     def call(self, endpoint: str, timeout_s: float) -> AbstractContextManager[None]:
-        return self.breakers.call(endpoint, timeout_s)
+        return self.breakers.of(endpoint).call(timeout_s)
 
     def close(self) -> None:
+        for breaker in self.breakers.drop():
+            breaker.close()
         with self._lock:
             links, self._links = list(self._links.values()), {}
         for link in links:
             link.close()
+
+    def _breaker(self, endpoint: str) -> ThreadBreaker:
+        def ping(timeout_s: float) -> None:
+            self.link(endpoint).call(WORKER_STAT, w.WorkerStatRequest(), timeout_s)
+
+        return ThreadBreaker(f"the worker at {endpoint}", [endpoint], ping)
 
     def _renew(self, deadline: Deadline) -> ClusterMap:
         if cluster := self._cached.fresh():
@@ -199,7 +218,8 @@ class Cluster:
         return cluster
 
     def _prune(self, endpoints: set[str]) -> None:
-        self.breakers.keep(endpoints)
+        for breaker in self.breakers.drop(endpoints):
+            breaker.close()
         with self._lock:
             gone = [self._links.pop(e) for e in self._links.keys() - endpoints]
         for link in gone:

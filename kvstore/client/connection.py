@@ -7,21 +7,33 @@ from __future__ import annotations
 import asyncio
 import collections
 import itertools
+import logging
 import socket
+from collections.abc import Awaitable, Callable
 
 from kvstore.client import sockets
+from kvstore.client.breaker import Broken, Silent
 from kvstore.client.deadline import Deadline
 from kvstore.client.sockets import Answer, unreachable
 from kvstore.core import sockproto as sp
 from kvstore.core.errors import KvError, Timeout, Unavailable
+from kvstore.core.limits import METADATA_TIMEOUT_S, PING_TIMEOUT_S, SILENCE_S
 
+log = logging.getLogger(__name__)
+
+DEFAULT_S = METADATA_TIMEOUT_S
+OnHello = Callable[[sp.HelloReply], None]
+"""Told of every new connection: the worker may be another one since."""
+TOLD_S = 0.01
+"""So long an abort may take to be sent to a worker that does not answer: it reads it when it goes on."""
+NAME = "the local worker"
 BACKLOG_PAUSE_S = 0.005
 """A Unix socket whose backlog is full says EAGAIN to a non-blocking connect; there is no event to wait for."""
 _READS_PER_WAKE = 32
 """Answers taken before the loop gets its turn back."""
 
 
-class Lost(Unavailable):
+class Lost(Broken):
     """The connection ended under a request. `sent`: the worker may have got it."""
 
     def __init__(self, message: str, sent: bool, fault: str | None) -> None:
@@ -29,9 +41,18 @@ class Lost(Unavailable):
         self.sent = sent
 
 
+Ping = Callable[[float], Awaitable[None]]
+"""Whether the worker lives, asked on another connection: this one may have its bound of unanswered requests. Raises
+Timeout or Unavailable when there is no answer in so many seconds.
+"""
+
+
 class AsyncConnection:
     """One connection on the loop. Futures in `_waiting` by request id; messages that did not fit into the socket in
     `_unsent`.
+
+    While somebody waits and nothing has come for `SILENCE_S`, the worker is asked by `ping` whether it lives. If it
+    does not, all who wait get Silent; the connection stays, for a worker that only slept.
 
     asyncio's own streams cannot pass fds and `loop.sock_recv` drops them in silence, hence the bare readers.
     """
@@ -43,10 +64,16 @@ class AsyncConnection:
         self._ids = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._unsent: collections.deque[tuple[int, bytes]] = collections.deque()
+        self._ping: Ping | None = None
+        self._heard_s = 0.0
+        """When it last was heard, or began to be listened to."""
+        self._listening: asyncio.TimerHandle | asyncio.Task[None] | None = None
         self._loop.add_reader(sock, self._readable)
 
     @classmethod
-    async def open(cls, path: str, hello: sp.Hello, deadline: Deadline) -> tuple[AsyncConnection, sp.HelloReply]:
+    async def open(
+        cls, path: str, hello: sp.Hello, deadline: Deadline, ping: Ping | None = None
+    ) -> tuple[AsyncConnection, sp.HelloReply]:
         sock = sockets.new_socket()
         sock.setblocking(False)
         try:
@@ -58,19 +85,21 @@ class AsyncConnection:
         connection = cls(sock, path)
         try:
             answer = await connection.request(hello, deadline)
+            connection._ping = ping
             return connection, sockets.body_of(answer, sp.HelloReply)
         except BaseException as error:
             connection.close(error if isinstance(error, KvError) else Unavailable("the caller gave up"))
             raise
 
     async def request(self, request: sp.Request, deadline: Deadline) -> Answer:
-        """Send and wait. Raises Lost when the connection ends, Timeout."""
+        """Send and wait. Raises Lost when the connection ends, Timeout, Silent."""
         request_id = next(self._ids)
         data = sockets.encode(request_id, request)
         future: asyncio.Future[Answer] = self._loop.create_future()
         self._waiting[request_id] = future
         try:
             self._send(request_id, data)
+            self._listen()
             async with asyncio.timeout(deadline.left_s):
                 return await future
         except TimeoutError:
@@ -90,6 +119,8 @@ class AsyncConnection:
         self._loop.remove_reader(self._sock)
         self._loop.remove_writer(self._sock)
         self._sock.close()
+        if self._listening is not None:
+            self._listening.cancel()
         unsent = {request_id for request_id, _ in self._unsent}
         for request_id, future in self._waiting.items():
             if not future.done():
@@ -129,12 +160,52 @@ class AsyncConnection:
                 return
             self._deliver(answer)
 
+    def _listen(self) -> None:
+        """Once for all who wait."""
+        if len(self._waiting) == 1:
+            self._heard_s = self._loop.time()
+        if self._listening is None and self._ping is not None:
+            self._listening = self._loop.call_later(SILENCE_S, self._look, self._ping)
+
+    def _look(self, ping: Ping) -> None:
+        self._listening = None
+        if not self._waiting:
+            return
+        due_s = self._heard_s + SILENCE_S
+        if self._loop.time() < due_s:
+            self._listening = self._loop.call_at(due_s, self._look, ping)
+        else:
+            self._listening = self._loop.create_task(self._ask(ping))
+
+    async def _ask(self, ping: Ping) -> None:
+        lives = await _lives(ping)
+        self._listening = None
+        if lives:
+            self._heard_s = self._loop.time()
+            self._listen()
+            return
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(silent(self._path))
+
     def _deliver(self, answer: Answer) -> None:
+        self._heard_s = self._loop.time()
         future = self._waiting.get(answer.request_id)
         if future is None or future.done():
             sockets.close_all(answer.fds)
         else:
             future.set_result(answer)
+
+
+async def _lives(ping: Ping) -> bool:
+    try:
+        await ping(PING_TIMEOUT_S)
+    except (Timeout, Unavailable):
+        return False
+    except (KvError, OSError) as error:  # an answer, or our own trouble (no free fd): no sign of silence
+        log.debug("%s", error)
+    return True
 
 
 def _drop(future: asyncio.Future[Answer]) -> None:
@@ -156,5 +227,18 @@ def connect_now(sock: socket.socket, path: str) -> bool:
     return True
 
 
+def silent(path: str) -> Silent:
+    return Silent(f"the worker on {path} is silent; was it stopped?", fault=path)
+
+
 def timed_out(path: str, deadline: Deadline) -> Timeout:
     return Timeout(f"the worker on {path} did not answer within {deadline.timeout_s:g} s", fault=path)
+
+
+def no_hello(path: str, step: Deadline) -> Timeout:
+    """Time enough for a ping was time enough for a hello."""
+    return silent(path) if step.timeout_s >= PING_TIMEOUT_S else timed_out(path, step)
+
+
+def given(timeout_s: float | None, default_s: float) -> float:
+    return default_s if timeout_s is None else timeout_s

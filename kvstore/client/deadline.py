@@ -6,7 +6,7 @@ import time
 from typing import Self
 
 from kvstore.core.errors import InvalidRequest, Timeout
-from kvstore.core.limits import MAX_TIMEOUT_S
+from kvstore.core.limits import MAX_TIMEOUT_S, METADATA_TIMEOUT_S
 
 MIN_STEP_S = 0.001
 """The smallest timeout that is passed on: zero means "no wait at all" to some of the callees."""
@@ -33,13 +33,25 @@ class Deadline:
         self.timeout_s = seconds(timeout_s)
         self._end = time.monotonic() + self.timeout_s
         self._fixed = False
+        self.answer_s = self.timeout_s
+        """What the master may take for one answer."""
 
     @classmethod
-    def of(cls, given_s: float | None, default_s: float) -> Self:
-        """The caller's timeout if there is one, which then is final, else the default, which `allow` may extend."""
+    def of(cls, given_s: float | None, default_s: float, answer_s: float | None = None) -> Self:
+        """The caller's timeout if there is one, which then is final, else the default, which `allow` may extend.
+
+        The default is for moving bytes, too; of the master an answer is expected within `answer_s`.
+        """
         deadline = cls(default_s if given_s is None else given_s)
         deadline._fixed = given_s is not None
+        if given_s is None and answer_s is not None:
+            deadline.answer_s = min(answer_s, deadline.timeout_s)
         return deadline
+
+    @property
+    def is_patient(self) -> bool:
+        """Whether the caller would rather wait for a server that restarts than be told at once."""
+        return self.answer_s > METADATA_TIMEOUT_S
 
     @property
     def left_s(self) -> float:

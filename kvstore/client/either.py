@@ -1,43 +1,34 @@
 """Blocks with a local worker: by its files while it answers, and for new blocks while its disk works, else over the
 network (`AsyncEitherBlocks`, and for threads `EitherBlocks`). Staging is sealed where it was made.
 
-Every call to the local worker passes its breaker (rule 29). One that got no answer within its own deadline opens it;
-from then on nobody waits: what can goes over the network, the rest (reserve, seal) is Unavailable at once. Now and then
-one caller probes first, for `PROBE_TIMEOUT_S`, and goes on as if nothing had been when the worker answers.
+Every call to the local worker passes its breaker (rule 29, see `local.py`). While that is open nobody waits: what can
+goes over the network, the rest (reserve, seal) is Unavailable at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from kvstore.client import files
 from kvstore.client.blocks import AsyncBlocks, AsyncLocalBlocks, AsyncRemoteBlocks
-from kvstore.client.breaker import Breakers
 from kvstore.client.deadline import MIN_STEP_S, Deadline
 from kvstore.client.elsewhere import LocalWrites, is_no_local_worker
 from kvstore.client.sockets import SealedBlock
 from kvstore.client.staging import Loaded, Staging, Wish
 from kvstore.client.sync_blocks import Blocks, LocalBlocks, RemoteBlocks
-from kvstore.core.errors import KvError, Timeout, Unavailable
+from kvstore.core.errors import KvError
 from kvstore.core.limits import METADATA_TIMEOUT_S, fetch_timeout_s, store_timeout_s
 from kvstore.core.types import Entry
 
 T = TypeVar("T")
 
-PROBE_TIMEOUT_S: Final = 0.5
-"""So long a caller waits to learn whether a worker that did not answer does again; its own call might take its whole
-deadline.
-"""
-TOLD_S: Final = 0.01
-"""So long an abort may take to be sent to a worker that does not answer."""
-
 
 class AsyncEitherBlocks:
     """For asyncio."""
 
-    def __init__(self, local: AsyncLocalBlocks, remote: AsyncRemoteBlocks, path: str, breakers: Breakers) -> None:
-        self._local, self._remote, self._path, self._breakers = local, remote, path, breakers
+    def __init__(self, local: AsyncLocalBlocks, remote: AsyncRemoteBlocks, path: str) -> None:
+        self._local, self._remote, self._path = local, remote, path
         self._writes = LocalWrites(path)
 
     @property
@@ -51,7 +42,7 @@ class AsyncEitherBlocks:
             # A temporary file takes no time: it is there, too, for who waited in vain all the time that he had.
             return blocks.stage(size_hint, timeout_s=left.left_s if blocks is self._local else MIN_STEP_S)
 
-        return await self._write(use, left)
+        return await self._write(use)
 
     def adopt(self, handle: int, fd: int) -> Staging:
         return self._local.adopt(handle, fd) if handle else self._remote.adopt(handle, fd)
@@ -60,7 +51,7 @@ class AsyncEitherBlocks:
         self, staging: Staging, size_bytes: int, *, evict: bool = True, timeout_s: float | None = None
     ) -> None:
         left = Deadline.of(timeout_s, store_timeout_s(0))
-        await self._owner(staging, lambda b: b.reserve(staging, size_bytes, evict=evict, timeout_s=left.left_s), left)
+        await self._owner(staging, lambda b: b.reserve(staging, size_bytes, evict=evict, timeout_s=left.left_s))
 
     async def seal(
         self,
@@ -78,20 +69,15 @@ class AsyncEitherBlocks:
             return blocks.seal(staging, size_bytes, hash=hash, mtime_ns=mtime_ns, timeout_s=left.left_s)
 
         with self._writes.watched(staging.owner is self._local):
-            return await self._owner(staging, use, left)
+            return await self._owner(staging, use)
 
     async def seal_copy(self, staging: Staging, *, timeout_s: float | None = None) -> SealedBlock:
         fd = staging.fd if staging.kept_fd < 0 else staging.kept_fd
         left = Deadline.of(timeout_s, store_timeout_s(files.size_of(fd)))
-        return await self._owner(staging, lambda b: b.seal_copy(staging, timeout_s=left.left_s), left)
+        return await self._owner(staging, lambda b: b.seal_copy(staging, timeout_s=left.left_s))
 
     async def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
-        """A worker that does not answer is told, too, and reads it when it goes on; nobody waits for that."""
-        if staging.owner is self._local and not self._breakers.closed(self._path):
-            await self._local.abort(staging, timeout_s=TOLD_S)
-        else:
-            left = Deadline(timeout_s)
-            await self._owner(staging, lambda b: b.abort(staging, timeout_s=left.left_s), left)
+        await self._owner(staging, lambda b: b.abort(staging, timeout_s=timeout_s))
 
     async def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
         left = Deadline.of(timeout_s, fetch_timeout_s(entry.length_bytes))
@@ -103,7 +89,7 @@ class AsyncEitherBlocks:
 
     async def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock:
         left = Deadline.of(timeout_s, store_timeout_s(len(view)))
-        return await self._write(lambda b: b.store(view, timeout_s=left.left_s), left)
+        return await self._write(lambda b: b.store(view, timeout_s=left.left_s))
 
     async def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
         left = Deadline.of(timeout_s, fetch_timeout_s(sum(w.entry.length_bytes for w in wishes)))
@@ -111,49 +97,34 @@ class AsyncEitherBlocks:
 
     async def _first(self, use: Callable[[AsyncBlocks], Awaitable[T]], deadline: Deadline) -> T:
         try:
-            return await self._ask_local(use, deadline)
+            return await use(self._local)
         except KvError as error:
             if not is_no_local_worker(error, self._path) or deadline.passed:
                 raise
         return await use(self._remote)
 
-    async def _write(self, use: Callable[[AsyncBlocks], Awaitable[T]], deadline: Deadline) -> T:
+    async def _write(self, use: Callable[[AsyncBlocks], Awaitable[T]]) -> T:
         if not self._writes.work:
             return await use(self._remote)
         try:
             with self._writes.watched():
-                return await self._ask_local(use, deadline)
+                return await use(self._local)
         except KvError as error:
             if not is_no_local_worker(error, self._path) and not self._writes.is_trouble(error):
                 raise
         return await use(self._remote)
 
-    async def _owner(self, staging: Staging, use: Callable[[AsyncBlocks], Awaitable[T]], deadline: Deadline) -> T:
+    async def _owner(self, staging: Staging, use: Callable[[AsyncBlocks], Awaitable[T]]) -> T:
         if staging.owner is self._local:
-            return await self._ask_local(use, deadline)
-        return await use(self._remote)
-
-    async def _ask_local(self, use: Callable[[AsyncBlocks], Awaitable[T]], deadline: Deadline) -> T:
-        """Raises Unavailable at once while the worker is known not to answer."""
-        if not self._breakers.closed(self._path):
-            await self._probe(deadline.at_most(PROBE_TIMEOUT_S))
-        with self._breakers.call(self._path, deadline.timeout_s):
             return await use(self._local)
-
-    async def _probe(self, timeout_s: float) -> None:
-        """Closes the breaker if the worker answers. Raises Unavailable, also when it is too early to ask."""
-        try:
-            with self._breakers.call(self._path, timeout_s):
-                await self._local.ping(timeout_s)
-        except Timeout as error:  # of the probe: what the caller wants was not even begun
-            raise Unavailable(error.message, fault=self._path) from None
+        return await use(self._remote)
 
 
 class EitherBlocks:
     """For threads, see `AsyncEitherBlocks`."""
 
-    def __init__(self, local: LocalBlocks, remote: RemoteBlocks, path: str, breakers: Breakers) -> None:
-        self._local, self._remote, self._path, self._breakers = local, remote, path, breakers
+    def __init__(self, local: LocalBlocks, remote: RemoteBlocks, path: str) -> None:
+        self._local, self._remote, self._path = local, remote, path
         self._writes = LocalWrites(path)
 
     @property
@@ -166,24 +137,20 @@ class EitherBlocks:
         def use(blocks: Blocks) -> Staging:
             return blocks.stage(size_hint, timeout_s=left.left_s if blocks is self._local else MIN_STEP_S)
 
-        return self._write(use, left)
+        return self._write(use)
 
     def reserve(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> None:
         left = Deadline.of(timeout_s, store_timeout_s(0))
-        self._owner(staging, lambda b: b.reserve(staging, size_bytes, timeout_s=left.left_s), left)
+        self._owner(staging, lambda b: b.reserve(staging, size_bytes, timeout_s=left.left_s))
 
     def seal(self, staging: Staging, size_bytes: int, *, timeout_s: float | None = None) -> SealedBlock:
         left = Deadline.of(timeout_s, store_timeout_s(size_bytes))
         staging.close()
         with self._writes.watched(staging.owner is self._local):
-            return self._owner(staging, lambda b: b.seal(staging, size_bytes, timeout_s=left.left_s), left)
+            return self._owner(staging, lambda b: b.seal(staging, size_bytes, timeout_s=left.left_s))
 
     def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
-        if staging.owner is self._local and not self._breakers.closed(self._path):
-            self._local.abort(staging, timeout_s=TOLD_S)
-        else:
-            left = Deadline(timeout_s)
-            self._owner(staging, lambda b: b.abort(staging, timeout_s=left.left_s), left)
+        self._owner(staging, lambda b: b.abort(staging, timeout_s=timeout_s))
 
     def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
         left = Deadline.of(timeout_s, fetch_timeout_s(entry.length_bytes))
@@ -191,7 +158,7 @@ class EitherBlocks:
 
     def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock:
         left = Deadline.of(timeout_s, store_timeout_s(len(view)))
-        return self._write(lambda b: b.store(view, timeout_s=left.left_s), left)
+        return self._write(lambda b: b.store(view, timeout_s=left.left_s))
 
     def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
         left = Deadline.of(timeout_s, fetch_timeout_s(sum(w.entry.length_bytes for w in wishes)))
@@ -199,35 +166,22 @@ class EitherBlocks:
 
     def _first(self, use: Callable[[Blocks], T], deadline: Deadline) -> T:
         try:
-            return self._ask_local(use, deadline)
+            return use(self._local)
         except KvError as error:
             if not is_no_local_worker(error, self._path) or deadline.passed:
                 raise
         return use(self._remote)
 
-    def _write(self, use: Callable[[Blocks], T], deadline: Deadline) -> T:
+    def _write(self, use: Callable[[Blocks], T]) -> T:
         if not self._writes.work:
             return use(self._remote)
         try:
             with self._writes.watched():
-                return self._ask_local(use, deadline)
+                return use(self._local)
         except KvError as error:
             if not is_no_local_worker(error, self._path) and not self._writes.is_trouble(error):
                 raise
         return use(self._remote)
 
-    def _owner(self, staging: Staging, use: Callable[[Blocks], T], deadline: Deadline) -> T:
-        return self._ask_local(use, deadline) if staging.owner is self._local else use(self._remote)
-
-    def _ask_local(self, use: Callable[[Blocks], T], deadline: Deadline) -> T:
-        if not self._breakers.closed(self._path):
-            self._probe(deadline.at_most(PROBE_TIMEOUT_S))
-        with self._breakers.call(self._path, deadline.timeout_s):
-            return use(self._local)
-
-    def _probe(self, timeout_s: float) -> None:
-        try:
-            with self._breakers.call(self._path, timeout_s):
-                self._local.ping(timeout_s)
-        except Timeout as error:
-            raise Unavailable(error.message, fault=self._path) from None
+    def _owner(self, staging: Staging, use: Callable[[Blocks], T]) -> T:
+        return use(self._local) if staging.owner is self._local else use(self._remote)

@@ -25,11 +25,13 @@ from kvstore.client.sync_blocks import abandon as abandon_here
 from kvstore.client.sync_blocks import with_room as with_room_here
 from kvstore.client.wiring import AsyncParts, Parts
 from kvstore.core.errors import KvError
-from kvstore.core.limits import fetch_timeout_s
+from kvstore.core.limits import METADATA_TIMEOUT_S, fetch_timeout_s
 
 Store = Callable[[int], Awaitable[SealedBlock]]
 """Makes a block of value number i."""
 SyncStore = Callable[[int], SealedBlock]
+READER_S = METADATA_TIMEOUT_S
+"""A reader waits no longer for an answer of the master, however long he would: a miss is nothing worse to him."""
 COPY_BYTES = 4 << 20
 """One piece of a file: large enough that the hop to a thread does not show (0.1 ms beside 1 ms of copying)."""
 
@@ -58,8 +60,9 @@ class AsyncFlow:
             return
         token = self._cache.token()
         try:
-            await self._parts.start(deadline)
-            job.looked_up(token, await self._parts.meta.lookup(names, timeout_s=deadline.left_s))
+            await self._parts.start(Deadline(deadline.at_most(READER_S)))
+            rows = await self._parts.meta.lookup(names, timeout_s=deadline.left_s, each_s=READER_S)
+            job.looked_up(token, rows)
         except KvError as error:
             job.lookup_failed(error)
 
@@ -81,7 +84,7 @@ class AsyncFlow:
                 await _copy(file, partial(self._append, out, staging, size, deadline), size, progress, deadline)
             return await blocks.seal(staging, size, timeout_s=deadline.left_s)
         except BaseException:
-            await abandon(blocks, staging)
+            await abandon(blocks, staging, deadline)
             raise
 
     async def load_file(
@@ -105,10 +108,13 @@ class AsyncFlow:
     async def _put_round(self, job: PutJob, store: Store, deadline: Deadline) -> None:
         try:
             if job.if_absent:
-                job.looked_up(await self._parts.meta.lookup(job.pending(), timeout_s=deadline.left_s))
+                names, left_s = job.pending(), deadline.left_s
+                job.looked_up(await self._parts.meta.lookup(names, timeout_s=left_s, each_s=deadline.answer_s))
+            self._parts.check_master(deadline)
             job.stored(await asyncio.gather(*(_outcome(store(i)) for i in job.to_store())))
             if publications := job.publications():
-                job.published(await self._parts.meta.publish(publications, timeout_s=deadline.left_s))
+                left_s, each_s = deadline.left_s, deadline.answer_s
+                job.published(await self._parts.meta.publish(publications, timeout_s=left_s, each_s=each_s))
         except KvError as error:
             job.failed(error)
 
@@ -145,8 +151,9 @@ class Flow:
             return
         token = self._cache.token()
         try:
-            self._parts.start(deadline)
-            job.looked_up(token, self._parts.meta.lookup(names, timeout_s=deadline.left_s))
+            self._parts.start(Deadline(deadline.at_most(READER_S)))
+            rows = self._parts.meta.lookup(names, timeout_s=deadline.left_s, each_s=READER_S)
+            job.looked_up(token, rows)
         except KvError as error:
             job.lookup_failed(error)
 
@@ -168,7 +175,7 @@ class Flow:
                 _copy_here(file, partial(self._write, staging, size, deadline), size, progress, deadline)
             return blocks.seal(staging, size, timeout_s=deadline.left_s)
         except BaseException:
-            abandon_here(blocks, staging)
+            abandon_here(blocks, staging, deadline)
             raise
 
     def load_file(
@@ -197,10 +204,13 @@ class Flow:
 
         try:
             if job.if_absent:
-                job.looked_up(self._parts.meta.lookup(job.pending(), timeout_s=deadline.left_s))
+                names, left_s = job.pending(), deadline.left_s
+                job.looked_up(self._parts.meta.lookup(names, timeout_s=left_s, each_s=deadline.answer_s))
+            self._parts.check_master(deadline)
             job.stored(self._parts.threads.map(outcome, job.to_store(), deadline))
             if publications := job.publications():
-                job.published(self._parts.meta.publish(publications, timeout_s=deadline.left_s))
+                left_s, each_s = deadline.left_s, deadline.answer_s
+                job.published(self._parts.meta.publish(publications, timeout_s=left_s, each_s=each_s))
         except KvError as error:
             job.failed(error)
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from kvstore.client import files
+from kvstore.client.breaker import NotAsked
 from kvstore.client.cache import MetadataCache, Token
 from kvstore.client.deadline import Deadline
 from kvstore.client.lost import LostNames
@@ -200,6 +201,8 @@ class PutJob:
         self._blocks: dict[int, SealedBlock | None] = {}
         """Stored in this round and to be published; None for an empty value."""
         self._attempt = 0
+        self._return_by: Deadline | None = None
+        """Until then a server that went may come back; from the first failure on."""
 
     def refuse_larger(self, max_bytes: int) -> None:
         """What no worker would take is not even hashed."""
@@ -255,16 +258,29 @@ class PutJob:
             self.results[i] = error
 
     def pause(self, deadline: Deadline) -> float | None:
-        """Seconds until the next round, for what failed in passing; None when nothing is left to do, or no time."""
-        passing = [i for i, result in enumerate(self.results) if isinstance(result, PASSING)]
+        """Seconds until the next round, for what failed in passing; None when nothing is left to do, or no time.
+
+        Who has no patience neither waits for a server that is known to be away, nor longer than for one answer for one
+        that went just now: the rest of his time is for bytes.
+        """
+        passing = [i for i, result in enumerate(self.results) if self._passes(result, deadline)]
         if not passing or deadline.passed:
             return None
         self._attempt += 1
-        pause = retry.delay_s(self._attempt, random.getrandbits(64), deadline.left_s)
+        self._return_by = self._return_by or Deadline(deadline.answer_s)
+        asked_s = max(error.retry_after_s for error in self.results if isinstance(error, KvError))
+        pause = retry.delay_s(self._attempt, random.getrandbits(64), deadline.left_s, asked_s)
         if pause is not None:
             for i in passing:
                 self.results[i] = None
         return pause
+
+    def _passes(self, result: Put | KvError | None, deadline: Deadline) -> bool:
+        if isinstance(result, Timeout):
+            return result.fault is not None  # whoever was called, not the caller's own time: slow, or away
+        if isinstance(result, Unavailable) and not deadline.is_patient:
+            return not isinstance(result, NotAsked) and (self._return_by is None or not self._return_by.passed)
+        return isinstance(result, PASSING)
 
     def done(self) -> Puts:
         return [result if result is not None else Timeout("not stored in time") for result in self.results]

@@ -124,6 +124,8 @@ class ClusterMap(NamedTuple):
     """Names looked up since the master started, and found."""
     lookups_not_found: int = 0
     """... that were not there, or had no live replica."""
+    notice: str = ""
+    """What people should know of the master now."""
 
 
 class Statfs(NamedTuple):
@@ -236,6 +238,7 @@ def cluster_map(reply: m.ClusterMapReply) -> ClusterMap:
         reply.max_block_bytes,
         reply.lookups_found,
         reply.lookups_not_found,
+        reply.notice,
     )
 
 

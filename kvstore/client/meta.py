@@ -2,7 +2,7 @@
 
 Paths are relative to `base`, the inode number of a directory (0 = the root of the store); ``""`` is the base itself.
 Every method takes `timeout_s`, the deadline of the whole call, and raises `KvError`; what is wrong with one item of a
-batch stands in its place in the result instead.
+batch stands in its place in the result instead. A batch may be several messages; none waits longer than `each_s`.
 
 Retries (rule 21): what is idempotent is repeated until the deadline by `rpc.failover`. Remove and Rename are repeated
 here, only when every name carries the inode it means, and only on such a repetition "already so" counts as success.
@@ -11,8 +11,6 @@ here, only when every name carries the inode it means, and only on such a repeti
 from __future__ import annotations
 
 import asyncio
-import random
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing
@@ -20,14 +18,14 @@ from typing import TypeVar
 
 from kvstore.client import messages as msg
 from kvstore.client.deadline import Deadline, seconds
+from kvstore.client.masterlink import AsyncMasterCalls, MasterCalls
 from kvstore.client.policies import AsyncPolicies, Policies
-from kvstore.core import retry
-from kvstore.core.errors import KvError, NotFound, Stale, Timeout, Unavailable
-from kvstore.core.limits import MAX_BATCH, METADATA_TIMEOUT_S
+from kvstore.client.turns import Again, Cursor, Numbers
+from kvstore.core.errors import KvError, NotFound, Stale
+from kvstore.core.limits import MAX_BATCH, MAX_TIMEOUT_S, METADATA_TIMEOUT_S
 from kvstore.core.types import Entry
 from kvstore.pb import master_pb2 as m
 from kvstore.rpc import methods
-from kvstore.rpc.failover import AsyncFailover, Failover
 from kvstore.rpc.methods import A, Method, Q
 
 T = TypeVar("T")
@@ -44,30 +42,37 @@ Events = list[msg.Event]
 class AsyncMeta:
     """For asyncio. `session` is the 64 random bits that own what this client publishes. `policies`: quota, TTL, pin."""
 
-    def __init__(self, link: AsyncFailover, session: int) -> None:
+    def __init__(self, link: AsyncMasterCalls, session: int) -> None:
         self._link, self._session = link, session
-        self._numbers = _Numbers()
+        self._numbers = Numbers()
         self.policies = AsyncPolicies(link)
 
-    async def lookup(self, paths: Sequence[str], *, base: int = 0, timeout_s: float = _DEFAULT_S) -> Rows:
+    async def lookup(
+        self, paths: Sequence[str], *, base: int = 0, timeout_s: float = _DEFAULT_S, each_s: float = MAX_TIMEOUT_S
+    ) -> Rows:
         """Per path its entry with live replicas, or NotFound, NotDirectory …"""
         deadline = Deadline(timeout_s)
         rows: Rows = []
         for part in _batches(paths, len):
             request = m.LookupRequest(base=base, paths=part)
-            reply = await self._link.call(methods.LOOKUP, request, deadline.left_s)
+            reply = await self._link.call(methods.LOOKUP, request, deadline.at_most(each_s))
             rows += msg.rows_of(reply.entries, len(part))
         return rows
 
     async def publish(
-        self, publications: Sequence[msg.Publication], *, base: int = 0, timeout_s: float = _DEFAULT_S
+        self,
+        publications: Sequence[msg.Publication],
+        *,
+        base: int = 0,
+        timeout_s: float = _DEFAULT_S,
+        each_s: float = MAX_TIMEOUT_S,
     ) -> Results:
         """Each publication is one transaction with a result of its own."""
         deadline = Deadline(timeout_s)
         results: Results = []
         for part in _batches(publications, _text_bytes):
             request = msg.publish_request(base, self._session, self._numbers.take(len(part)), part)
-            reply = await self._link.call(methods.PUBLISH, request, deadline.left_s)
+            reply = await self._link.call(methods.PUBLISH, request, deadline.at_most(each_s))
             results += msg.publish_results(reply, len(part))
         return results
 
@@ -121,7 +126,7 @@ class AsyncMeta:
 
         A stream that breaks is resumed behind the last name. `timeout_s` is how long it may bring nothing.
         """
-        cursor = _Cursor(base, path, after, limit, names_only, timeout_s)
+        cursor = Cursor(base, path, after, limit, names_only, timeout_s)
         while not cursor.done:
             try:
                 async with aclosing(self._link.stream(methods.LIST, cursor.request(), cursor.timeout_s)) as pages:
@@ -162,7 +167,7 @@ class AsyncMeta:
 
     async def _call_once(self, method: Method[Q, A], request: Q, safe: bool, timeout_s: float) -> tuple[A, bool]:
         """The reply, and whether an earlier attempt may have done the work already."""
-        turn = _Again(safe, timeout_s)
+        turn = Again(safe, timeout_s)
         while True:
             try:
                 return await self._link.call(method, request, turn.left_s), turn.again
@@ -173,27 +178,35 @@ class AsyncMeta:
 class Meta:
     """For threads: the methods of `AsyncMeta`, see there."""
 
-    def __init__(self, link: Failover, session: int) -> None:
+    def __init__(self, link: MasterCalls, session: int) -> None:
         self._link, self._session = link, session
-        self._numbers = _Numbers()
+        self._numbers = Numbers()
         self.policies = Policies(link)
 
-    def lookup(self, paths: Sequence[str], *, base: int = 0, timeout_s: float = _DEFAULT_S) -> Rows:
+    def lookup(
+        self, paths: Sequence[str], *, base: int = 0, timeout_s: float = _DEFAULT_S, each_s: float = MAX_TIMEOUT_S
+    ) -> Rows:
         deadline = Deadline(timeout_s)
         rows: Rows = []
         for part in _batches(paths, len):
-            reply = self._link.call(methods.LOOKUP, m.LookupRequest(base=base, paths=part), deadline.left_s)
+            request = m.LookupRequest(base=base, paths=part)
+            reply = self._link.call(methods.LOOKUP, request, deadline.at_most(each_s))
             rows += msg.rows_of(reply.entries, len(part))
         return rows
 
     def publish(
-        self, publications: Sequence[msg.Publication], *, base: int = 0, timeout_s: float = _DEFAULT_S
+        self,
+        publications: Sequence[msg.Publication],
+        *,
+        base: int = 0,
+        timeout_s: float = _DEFAULT_S,
+        each_s: float = MAX_TIMEOUT_S,
     ) -> Results:
         deadline = Deadline(timeout_s)
         results: Results = []
         for part in _batches(publications, _text_bytes):
             request = msg.publish_request(base, self._session, self._numbers.take(len(part)), part)
-            reply = self._link.call(methods.PUBLISH, request, deadline.left_s)
+            reply = self._link.call(methods.PUBLISH, request, deadline.at_most(each_s))
             results += msg.publish_results(reply, len(part))
         return results
 
@@ -238,7 +251,7 @@ class Meta:
         names_only: bool = False,
         timeout_s: float = _DEFAULT_S,
     ) -> Iterator[tuple[str, Entry]]:
-        cursor = _Cursor(base, path, after, limit, names_only, timeout_s)
+        cursor = Cursor(base, path, after, limit, names_only, timeout_s)
         while not cursor.done:
             try:
                 with closing(self._link.stream(methods.LIST, cursor.request(), cursor.timeout_s)) as pages:
@@ -274,7 +287,7 @@ class Meta:
         )
 
     def _call_once(self, method: Method[Q, A], request: Q, safe: bool, timeout_s: float) -> tuple[A, bool]:
-        turn = _Again(safe, timeout_s)
+        turn = Again(safe, timeout_s)
         while True:
             try:
                 return self._link.call(method, request, turn.left_s), turn.again
@@ -282,83 +295,9 @@ class Meta:
                 time.sleep(turn.pause(error))
 
 
-class _Numbers:
-    """Running numbers of a session's transactions."""
-
-    def __init__(self) -> None:
-        self._next, self._lock = 1, threading.Lock()
-
-    def take(self, count: int) -> int:
-        """The first of `count` consecutive ones."""
-        with self._lock:
-            first, self._next = self._next, self._next + count
-            return first
-
-
-class _Again:
-    """Repetition of a call that is not idempotent by itself: only when it is `safe`, only after Unavailable."""
-
-    def __init__(self, safe: bool, timeout_s: float) -> None:
-        self._safe, self._deadline, self._attempt = safe, Deadline(timeout_s), 0
-
-    @property
-    def left_s(self) -> float:
-        return self._deadline.left_s
-
-    @property
-    def again(self) -> bool:
-        return self._attempt > 0
-
-    def pause(self, error: KvError) -> float:
-        """Seconds until the next attempt. Raises the error when there is none."""
-        if not self._safe or not isinstance(error, Unavailable) or self._deadline.passed:
-            raise error
-        self._attempt += 1
-        pause = retry.delay_s(self._attempt, random.getrandbits(64), self._deadline.left_s)
-        if pause is None:
-            raise error
-        return pause
-
-
-class _Cursor:
-    """Where a listing stands, so that a broken stream goes on behind the last name."""
-
-    def __init__(self, base: int, path: str, after: str, limit: int, names_only: bool, timeout_s: float) -> None:
-        self.done = False
-        self._base, self._path, self._after, self._names_only = base, path, after, names_only
-        self._left = limit if limit else None
-        self.timeout_s = seconds(timeout_s)
-        self._idle, self._attempt, self._moved = Deadline(timeout_s), 0, False
-
-    def request(self) -> m.ListRequest:
-        self._moved = False
-        return m.ListRequest(
-            base=self._base, path=self._path, after=self._after, limit=self._left or 0, names_only=self._names_only
-        )
-
-    def take(self, page: m.ListPage) -> list[tuple[str, Entry]]:
-        rows = msg.page_rows(page)
-        if rows:
-            self._after, self._moved = rows[-1][0], True
-        if self._left is not None:
-            self._left -= len(rows)
-        return rows
-
-    def finish(self) -> None:
-        self.done = True
-
-    def pause(self, error: KvError) -> float:
-        """Seconds until the stream is opened again. Raises the error when nothing came for the whole deadline."""
-        self.done = self._left == 0
-        if self._moved:  # measured from now: the time since the last page may have been the consumer's
-            self._idle, self._attempt = Deadline(self.timeout_s), 0
-        if not isinstance(error, Unavailable | Timeout) or self._idle.passed:
-            raise error
-        self._attempt += 1
-        pause = retry.delay_s(self._attempt, random.getrandbits(64), self._idle.left_s)
-        if pause is None:
-            raise error
-        return pause
+def more_batches_s(count: int) -> float:
+    """Time for the messages that a batch of so many takes beyond the first."""
+    return METADATA_TIMEOUT_S * ((count - 1) // MAX_BATCH) if count else 0.0
 
 
 def _batches(items: Sequence[T], weight_of: Callable[[T], int]) -> Iterator[Sequence[T]]:

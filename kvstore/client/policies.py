@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvstore.client.deadline import seconds
+from kvstore.client.masterlink import AsyncMasterCalls, MasterCalls
 from kvstore.core.errors import InvalidRequest
 from kvstore.core.limits import METADATA_TIMEOUT_S
 from kvstore.core.types import U63_MAX
 from kvstore.pb import master_pb2 as m
 from kvstore.rpc import methods
-from kvstore.rpc.failover import AsyncFailover, Failover
 
 _DEFAULT_S = METADATA_TIMEOUT_S
 
@@ -81,7 +81,7 @@ def _below(root: str, path: str) -> str:
 class AsyncPolicies:
     """For asyncio. Every method raises `KvError`."""
 
-    def __init__(self, link: AsyncFailover) -> None:
+    def __init__(self, link: AsyncMasterCalls) -> None:
         self._link = link
 
     async def set(
@@ -105,7 +105,7 @@ class AsyncPolicies:
 class Policies:
     """For threads: the methods of `AsyncPolicies`, see there."""
 
-    def __init__(self, link: Failover) -> None:
+    def __init__(self, link: MasterCalls) -> None:
         self._link = link
 
     def set(

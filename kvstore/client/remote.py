@@ -19,7 +19,7 @@ from kvstore.client.elsewhere import ELSEWHERE, is_elsewhere
 from kvstore.client.sockets import SealedBlock
 from kvstore.core.errors import Corrupt, KvError, NotFound
 from kvstore.core.hashing import BlockHasher
-from kvstore.core.limits import CONNECT_TIMEOUT_S, fetch_timeout_s
+from kvstore.core.limits import METADATA_TIMEOUT_S, fetch_timeout_s
 from kvstore.core.placement import Candidate
 from kvstore.core.types import Address, Replica
 from kvstore.pb import worker_pb2 as w
@@ -121,7 +121,7 @@ class AsyncRemote:
         deadline, request = Deadline(timeout_s), w.DescribeRequest(addresses=[address_to_pb(address)])
         found: list[Described] = []
         for replica in in_order(replicas, self._cluster.breakers.closed, 0):
-            step_s = deadline.at_most(CONNECT_TIMEOUT_S)  # one that is silent leaves time for the others
+            step_s = deadline.at_most(METADATA_TIMEOUT_S)  # one that is silent leaves time for the others
             with suppress(KvError), self._cluster.call(replica.endpoint, step_s):
                 link = self._cluster.link(replica.endpoint)
                 reply = await link.call(methods.WORKER_DESCRIBE, request, step_s)
@@ -174,7 +174,7 @@ class Remote:
         deadline, request = Deadline(timeout_s), w.DescribeRequest(addresses=[address_to_pb(address)])
         found: list[Described] = []
         for replica in in_order(replicas, self._cluster.breakers.closed, 0):
-            step_s = deadline.at_most(CONNECT_TIMEOUT_S)  # one that is silent leaves time for the others
+            step_s = deadline.at_most(METADATA_TIMEOUT_S)  # one that is silent leaves time for the others
             with suppress(KvError), self._cluster.call(replica.endpoint, step_s):
                 reply = self._cluster.link(replica.endpoint).call(methods.WORKER_DESCRIBE, request, step_s)
                 found += described(replica, reply)

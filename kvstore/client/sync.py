@@ -33,14 +33,14 @@ from kvstore.client.jobs import (
 )
 from kvstore.client.lost import LostNames
 from kvstore.client.messages import ClusterMap, RemoveKind, RemoveName, RenameName, Statfs
-from kvstore.client.meta import Meta
+from kvstore.client.meta import Meta, more_batches_s
 from kvstore.client.policies import Holding, Policy, below
 from kvstore.client.remote import Described
 from kvstore.client.sockets import SealedBlock
 from kvstore.client.sync_blocks import Blocks
 from kvstore.client.wiring import Parts
 from kvstore.core.errors import KvError
-from kvstore.core.limits import METADATA_TIMEOUT_S, fetch_timeout_s, store_timeout_s
+from kvstore.core.limits import METADATA_TIMEOUT_S, START_TIMEOUT_S, fetch_timeout_s, store_timeout_s
 from kvstore.core.types import Entry
 
 
@@ -115,7 +115,7 @@ class Client:
 
     def start(self, *, timeout_s: float | None = None) -> None:
         """Learn the cluster, and meet the local worker; every call does it if need be. Raises why it cannot."""
-        self._parts.start(self._deadline(timeout_s))
+        self._parts.start(Deadline.of(timeout_s, START_TIMEOUT_S))
 
     def close(self) -> None:
         """End all connections; the client cannot be used again. What it staged goes after the session's grace."""
@@ -142,7 +142,8 @@ class Client:
         pairs = arguments.items(items)
         names = [self.target.path(path) for path, _ in pairs]
         views = [files.view_of(data) for _, data in pairs]
-        deadline = self._deadline(timeout_s, store_timeout_s(sum(map(len, views))))
+        extra_s = store_timeout_s(sum(map(len, views))) + more_batches_s(len(views))
+        deadline = self._deadline(timeout_s, extra_s)
         job = PutJob(names, [len(v) for v in views], self._lost, if_absent=if_absent)
 
         def store(index: int) -> SealedBlock:
@@ -182,7 +183,7 @@ class Client:
     def exists_many(self, paths: Sequence[str], *, timeout_s: float | None = None) -> Flags:
         """Whether each path is there, as of at most `metadata_ttl_s` ago; False when nobody can tell."""
         job = GetJob([self.target.path(p) for p in arguments.paths(paths)], self._cache, self._lost)
-        self._flow.look_up(job, self._deadline(timeout_s))
+        self._flow.look_up(job, self._deadline(timeout_s, more_batches_s(len(paths))))
         return job.found()
 
     def stat(self, path: str = "", *, timeout_s: float | None = None) -> Entry:
@@ -335,11 +336,11 @@ class Client:
         self._flow = Flow(self._parts, self._cache)
 
     def _deadline(self, timeout_s: float | None, extra_s: float = 0.0) -> Deadline:
-        return Deadline.of(timeout_s, self.timeout_s + extra_s)
+        return Deadline.of(timeout_s, self.timeout_s + extra_s, self.timeout_s)
 
     def _get(self, paths: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float | None) -> GetJob:
         job = GetJob([self.target.path(p) for p in paths], self._cache, self._lost, views)
-        self._flow.get(job, self._deadline(timeout_s))
+        self._flow.get(job, self._deadline(timeout_s, more_batches_s(len(paths))))
         return job
 
     def _open(self, path: str, deadline: Deadline) -> tuple[int, int]:

@@ -12,12 +12,12 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from kvstore.client import files, sockets
-from kvstore.client.blocks import ABANDON_TIMEOUT_S
+from kvstore.client.blocks import abandon_timeout_s
 from kvstore.client.deadline import Deadline
-from kvstore.client.local import LocalWorker
 from kvstore.client.remote import Remote
 from kvstore.client.sockets import SealedBlock
 from kvstore.client.staging import Loaded, Staging, Wish, block_of, empty_fd, in_parts, room_to_ask, sealable
+from kvstore.client.sync_local import LocalWorker
 from kvstore.client.threads import Threads
 from kvstore.core.errors import KvError, NoSpace
 from kvstore.core.hashing import hash_block
@@ -59,9 +59,6 @@ class LocalBlocks:
     def node(self) -> str:
         return self._worker.hello.node if self._worker.hello else ""
 
-    def ping(self, timeout_s: float) -> None:
-        self._worker.stat(timeout_s=timeout_s)
-
     def stage(self, size_hint: int = 0, *, timeout_s: float | None = None) -> Staging:
         staged = self._worker.stage(size_hint, timeout_s=timeout_s)
         return Staging(self, staged.fd, handle=staged.staging)
@@ -96,7 +93,7 @@ class LocalBlocks:
                 staging.handle, len(view), hash=digest, mtime_ns=mtime_ns, timeout_s=deadline.left_s
             )
         except BaseException:
-            abandon(self, staging)
+            abandon(self, staging, deadline)
             raise
 
     def load(self, wishes: Sequence[Wish], *, timeout_s: float | None = None) -> list[Loaded]:
@@ -194,10 +191,10 @@ def with_room(blocks: Blocks, staging: Staging, size_bytes: int, deadline: Deadl
     return write()
 
 
-def abandon(blocks: Blocks, staging: Staging) -> None:
+def abandon(blocks: Blocks, staging: Staging, deadline: Deadline) -> None:
     """Abort on the way out of a failure: whatever goes wrong here is left to the session's grace."""
     staging.close()
     try:
-        blocks.abort(staging, timeout_s=ABANDON_TIMEOUT_S)
+        blocks.abort(staging, timeout_s=abandon_timeout_s(deadline))
     except KvError as error:
         log.debug("staging was left behind: %s", error)

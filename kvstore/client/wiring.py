@@ -20,16 +20,19 @@ from kvstore.client.cluster import AsyncCluster, Cluster
 from kvstore.client.deadline import Deadline
 from kvstore.client.either import AsyncEitherBlocks, EitherBlocks
 from kvstore.client.flight import AsyncFlight, Flight
-from kvstore.client.local import AsyncLocalWorker, LocalWorker
+from kvstore.client.local import AsyncLocalWorker
+from kvstore.client.masterlink import AsyncMasterLink, MasterLink
 from kvstore.client.meta import AsyncMeta, Meta
 from kvstore.client.remote import AsyncRemote, Remote
 from kvstore.client.sync_blocks import Blocks, LocalBlocks, RemoteBlocks
+from kvstore.client.sync_local import LocalWorker
 from kvstore.client.threads import Threads
 from kvstore.core.errors import KvError, Unavailable
-from kvstore.core.limits import CONNECT_TIMEOUT_S
+from kvstore.core.limits import METADATA_TIMEOUT_S
 from kvstore.core.sockproto import HelloReply
 from kvstore.rpc.failover import AsyncFailover, Failover
 from kvstore.rpc.metadata import Caller
+from kvstore.rpc.transport import GRPC, Transport
 from kvstore.runtime import Runtime, SystemRuntime
 
 log = logging.getLogger(__name__)
@@ -57,6 +60,7 @@ class AsyncParts:
         staging_dir: str | None,
         runtime: Runtime | None,
         session: int | None = None,
+        transport: Transport = GRPC,
     ) -> None:
         asyncio.get_running_loop()  # RuntimeError here rather than a channel on some other loop
         self.target = target
@@ -65,9 +69,10 @@ class AsyncParts:
         self.session = new_session() if session is None else session
         self._pid = os.getpid()
         self._caller = Caller(self.session)
-        self._link = AsyncFailover(target.endpoints, self._caller)
-        self.meta = AsyncMeta(self._link, self.session)
-        self.cluster = AsyncCluster(self.meta, self._caller)
+        self._link = AsyncFailover(target.endpoints, self._caller, transport)
+        self._master = AsyncMasterLink(self._link, target.endpoints)
+        self.meta = AsyncMeta(self._master, self.session)
+        self.cluster = AsyncCluster(self.meta, self._caller, transport)
         self.remote = AsyncRemote(self.cluster, self.session)
         self.worker = AsyncLocalWorker(socket_path, self.session, on_hello=self._met) if socket_path else None
         self.blocks = self._blocks(staging_dir)
@@ -79,7 +84,7 @@ class AsyncParts:
         self.check_usable()
         deadline.check()
         if not self._started:
-            await self._starting.run(partial(self._begin, known_cluster), deadline.left_s)
+            await self._starting.run(partial(self._begin, known_cluster), deadline.at_most(deadline.answer_s))
 
     def check_usable(self) -> None:
         """Raises Unavailable after close, and in the child of a fork: the loop and its channels are the parent's."""
@@ -88,10 +93,18 @@ class AsyncParts:
         if os.getpid() != self._pid:
             raise Unavailable("this AsyncClient was made before a fork; make a new one in the child")
 
+    def check_master(self, deadline: Deadline) -> None:
+        """Before bytes are stored that nobody could name: they would lie at the worker as long as this session does.
+
+        Raises NotAsked while the master is away, unless the caller would rather wait.
+        """
+        self._master.check(deadline.answer_s)
+
     async def close(self) -> None:
         self._closed = True
         if self.worker is not None:
             self.worker.close()
+        await self._master.close()
         await self.cluster.close()
         await self._link.close()
         if self._owns_runtime:
@@ -102,7 +115,7 @@ class AsyncParts:
         if self.worker is None:
             return remote
         local = AsyncLocalBlocks(self.worker, self.runtime)
-        return AsyncEitherBlocks(local, remote, self.worker.path, self.cluster.breakers)
+        return AsyncEitherBlocks(local, remote, self.worker.path)
 
     async def _begin(self, known_cluster: str, deadline: Deadline) -> None:
         if self._started:  # while this caller came
@@ -117,10 +130,8 @@ class AsyncParts:
         if self.worker is None:
             return
         self.worker.cluster = self._caller.cluster
-        step_s = deadline.at_most(CONNECT_TIMEOUT_S)
         try:
-            with self.cluster.call(self.worker.path, step_s):
-                await self.worker.connect(step_s)
+            await self.worker.connect(deadline.at_most(METADATA_TIMEOUT_S))
         except KvError as error:
             log.warning("the local worker is not used for now: %s", error)
 
@@ -144,7 +155,8 @@ class Parts:
         self._caller = Caller(self.session)
         self._link = Failover(target.endpoints, self._caller)
         self.threads = Threads()
-        self.meta = Meta(self._link, self.session)
+        self._master = MasterLink(self._link, target.endpoints)
+        self.meta = Meta(self._master, self.session)
         self.cluster = Cluster(self.meta, self._caller)
         self.remote = Remote(self.cluster, self.session)
         self.worker = LocalWorker(socket_path, self.session, on_hello=self._met) if socket_path else None
@@ -156,16 +168,20 @@ class Parts:
         self.check_usable()
         deadline.check()
         if not self._started:
-            self._starting.run(self._begin, deadline.left_s)
+            self._starting.run(self._begin, deadline.at_most(deadline.answer_s))
 
     def check_usable(self) -> None:
         if self._closed:
             raise Unavailable("this client was closed; make a new one")
 
+    def check_master(self, deadline: Deadline) -> None:
+        self._master.check(deadline.answer_s)
+
     def close(self) -> None:
         self._closed = True
         if self.worker is not None:
             self.worker.close()
+        self._master.close()
         self.cluster.close()
         self._link.close()
         self.threads.close()
@@ -174,7 +190,7 @@ class Parts:
         remote = RemoteBlocks(self.remote, self.threads, staging_dir)
         if self.worker is None:
             return remote
-        return EitherBlocks(LocalBlocks(self.worker, self.threads), remote, self.worker.path, self.cluster.breakers)
+        return EitherBlocks(LocalBlocks(self.worker, self.threads), remote, self.worker.path)
 
     def _begin(self, deadline: Deadline) -> None:
         if self._started:
@@ -188,10 +204,8 @@ class Parts:
         if self.worker is None:
             return
         self.worker.cluster = self._caller.cluster
-        step_s = deadline.at_most(CONNECT_TIMEOUT_S)
         try:
-            with self.cluster.call(self.worker.path, step_s):
-                self.worker.connect(step_s)
+            self.worker.connect(deadline.at_most(METADATA_TIMEOUT_S))
         except KvError as error:
             log.warning("the local worker is not used for now: %s", error)
 

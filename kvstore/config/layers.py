@@ -129,8 +129,10 @@ def _read_toml(path: str) -> dict[str, Any]:
         if len(data) > MAX_FILE_BYTES:
             raise InvalidRequest(f"{path}: larger than {MAX_FILE_BYTES} bytes; this is no configuration file")
         return tomllib.loads(data.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of the encoding, of TOML, of a number with thousands of digits
         raise InvalidRequest(f"{path}: not valid TOML: {error}") from None
+    except RecursionError:
+        raise InvalidRequest(f"{path}: tables or arrays are nested too deep") from None
     except (PermissionError, IsADirectoryError) as error:
         raise Denied(f"{path}: {error.strerror}; name a readable file with --config or KVSTORE_CONFIG") from None
     except OSError as error:

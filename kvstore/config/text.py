@@ -61,7 +61,7 @@ def _list(text: str, hint: Any, name: str) -> list[Any]:
         return [part.strip() for part in text.split(",") if part.strip()]
     try:
         value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidRequest(f"{name}: not a TOML array such as {_example(hint)}: {error}") from None
     if not isinstance(value, list):
         raise InvalidRequest(f"{name}: not a TOML array such as {_example(hint)}")

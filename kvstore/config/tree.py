@@ -74,6 +74,7 @@ class MasterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     journal_records: AtLeastOne = 1_000_000
     journal_size: PositiveSize = "1GiB"
     free_reserve: Size = "256MiB"
+    scan_interval: PositiveDuration = "6h"
 
     @property
     def listen_address(self) -> HostPort:
@@ -98,6 +99,11 @@ class MasterConfig(Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def free_reserve_bytes(self) -> int:
         return parse_size(self.free_reserve)
+
+    @property
+    def scan_interval_s(self) -> float:
+        """The whole database is read at start and then this often, to find damaged tables."""
+        return parse_duration_s(self.scan_interval)
 
 
 class VolumeConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -134,11 +140,23 @@ class WorkerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     move_rate: PositiveSize = "512MiB"
     moves_at_a_time: AtLeastOne = 2
     pin_share: ShareOrNone = 0.5
+    scrub_rate: Size = "20MiB"
+    scrub_interval: Duration = "24h"
     volumes: list[VolumeConfig] = field(default_factory=list)
 
     @property
     def move_bytes_per_s(self) -> int:
         return parse_size(self.move_rate)
+
+    @property
+    def scrub_bytes_per_s(self) -> int:
+        """How fast blocks are read again to find damage; 0: not at all."""
+        return parse_size(self.scrub_rate)
+
+    @property
+    def scrub_interval_s(self) -> float:
+        """At least, between two rounds of that."""
+        return parse_duration_s(self.scrub_interval)
 
     @property
     def effective_node_id(self) -> str:

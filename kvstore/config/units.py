@@ -75,7 +75,7 @@ def parse_address(text: str) -> HostPort:
     host = host[1:-1] if bracketed else host
     if not colon or not (_IPV6 if bracketed else _HOST).fullmatch(host):
         raise InvalidRequest(f"{text!r} is not an address; write HOST:PORT, for example 127.0.0.1:7070 or [::1]:7070")
-    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+    if not (re.fullmatch("[0-9]{1,5}", port) and int(port) <= 65535):
         raise InvalidRequest(f"{text!r}: the port must be a number from 0 to 65535")
     return HostPort(host, int(port))
 

@@ -22,12 +22,16 @@ class KvError(Exception):
     retriable: ClassVar[bool] = False
     reason: str = "internal"
 
-    def __init__(self, message: str = "", *, reason: str | None = None, fault: str | None = None) -> None:
+    def __init__(
+        self, message: str = "", *, reason: str | None = None, fault: str | None = None, retry_after_s: float = 0.0
+    ) -> None:
         super().__init__(message or self.reason)
         if reason is not None:
             self.reason = reason
         self.fault = fault
         """Whose fault it was (a node id or address), where that is known: breakers belong to links (rule 29)."""
+        self.retry_after_s = retry_after_s
+        """How long whoever refused wants to be left alone; 0: it did not say."""
 
     @property
     def message(self) -> str:
@@ -91,7 +95,7 @@ class Unavailable(KvError):
 
 
 class Overloaded(KvError):
-    """A bound was reached: back off, then retry."""
+    """A bound was reached, and nothing has happened: back off for `retry_after_s` at least, then retry."""
 
     code, errno, reason, retriable = 11, _errno.EAGAIN, "overloaded", True
 

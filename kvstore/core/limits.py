@@ -28,25 +28,62 @@ MAX_FDS_PER_MESSAGE = 64
 
 # Bounds on work that waits
 MAX_INFLIGHT_RPCS = 2048
+"""Calls of clients that a server has under way; the next one is Overloaded."""
+RESERVED_RPCS = 1024
+"""Beyond these, for what keeps the cluster alive: registrations, heartbeats, reports, whether a worker lives."""
+MAX_STREAMS_PER_CONNECTION = 512
+"""Calls under way on one gRPC connection; its client keeps the others back."""
+MAX_BULK_STREAMS = 256
+"""Blocks that a worker sends or receives at a time: each has up to three frames in memory."""
+MAX_FETCHES = 1024
+"""Blocks that a worker fetches at a time."""
+RETRY_AFTER_S = 0.1
+"""Said to whoever is refused; they spread over twice that."""
+MAX_RETRY_AFTER_S = 5.0
+"""What is believed of it."""
 MAX_SOCKET_CLIENTS = 1024
+MAX_QUEUED_FDS = 4096
+"""In answers on the worker's socket that their clients do not read."""
+MAX_SESSIONS = 65_536
+"""That a worker remembers, those that ended less than a grace ago included."""
 MAX_OPEN_STAGING_PER_SESSION = 4096
 
 # Deadlines
-METADATA_TIMEOUT_S = 5.0
-"""One master call of the SDK, retries included."""
-MOUNT_METADATA_TIMEOUT_S = 5.0
+METADATA_TIMEOUT_S = 1.0
+"""One master call of the SDK, retries included. Who gives more than this waits for a master that restarts."""
+MOUNT_METADATA_TIMEOUT_S = 1.0
 """One master call inside a FUSE operation."""
 MOUNT_OPERATION_TIMEOUT_S = 30.0
 """The guard around a FUSE operation: nothing hangs longer. Reading and sealing big blocks fit into it."""
+START_TIMEOUT_S = 5.0
+"""For a client that is started by name: nobody waits for its values yet, and names are resolved, channels made."""
 CONNECT_TIMEOUT_S = 2.0
+"""To a peer, beside the time that it needs to open the block."""
 MAX_TIMEOUT_S = 86_400.0
 """A caller's longer timeout (infinity, too) is cut to this: sockets and gRPC overflow far below the largest float."""
 HEARTBEAT_TIMEOUT_S = 2.0
 REPORT_TIMEOUT_S = 5.0
+HELLO_TIMEOUT_S = 5.0
+"""Who connects and says nothing is hung up on."""
+STALL_TIMEOUT_S = 10.0
+"""So long a peer may keep a server waiting in the middle of a stream, or not read its answers."""
 LEASE_WAIT_S = 0.05
 """How long seal waits for the last writer's fd to go (rule 5); then it seals a copy."""
 ROOM_WAIT_S = 5.0
 """How long a put waits for eviction to make room before NoSpace."""
+
+SILENCE_S = 0.4
+"""So long the local worker may say nothing to those who wait before it is asked whether it lives: waiting for room,
+hashing and fetching take longer, and are no silence.
+"""
+PING_TIMEOUT_S = 0.5
+"""For that question; any answer will do."""
+PROBE_TIMEOUT_S = 1.0
+"""One question, in the background, to whom did not answer."""
+PROBE_PAUSE_S = (0.1, 0.25)
+"""Between two of them, at random: many clients lose a server at the same moment. Up to four times that later."""
+EVIDENCE_S = 0.9 * METADATA_TIMEOUT_S
+"""A caller who waited less in vain has only his own impatience to tell of."""
 
 RECONNECT_BACKOFF_MS = (50, 200, 500)
 """gRPC's initial, minimum and maximum reconnect back-off (its default is back 18 s after a 25 s outage)."""
@@ -78,3 +115,5 @@ assert MOUNT_METADATA_TIMEOUT_S < MOUNT_OPERATION_TIMEOUT_S
 assert MAX_FDS_PER_MESSAGE <= 253
 assert MAX_FDS_PER_MESSAGE * 640 <= MAX_SOCKET_MESSAGE_BYTES
 assert LEASE_WAIT_S < ROOM_WAIT_S
+assert 2 * RETRY_AFTER_S < METADATA_TIMEOUT_S
+assert SILENCE_S + PING_TIMEOUT_S < METADATA_TIMEOUT_S

@@ -165,6 +165,7 @@ class Failed(Message):
     message: str
     reason: str = ""
     fault: str = ""
+    retry_after_s: float = 0.0
 
 
 Request = Hello | Stage | Reserve | Seal | SealCopy | Abort | Open | Touch | Stat | Probe | Unfinished
@@ -190,7 +191,8 @@ def encode_reply(request_id: int, body: Message) -> bytes:
 
 
 def encode_error(request_id: int, error: KvError) -> bytes:
-    return _encoder.encode((request_id, error.code, Failed(error.message, error.reason, error.fault or "")))
+    failed = Failed(error.message, error.reason, error.fault or "", error.retry_after_s)
+    return _encoder.encode((request_id, error.code, failed))
 
 
 def decode_reply(data: bytes) -> tuple[int, KvError | msgspec.Raw]:
@@ -203,7 +205,7 @@ def decode_reply(data: bytes) -> tuple[int, KvError | msgspec.Raw]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"not an answer of the worker's socket: {error}") from None
     known = from_wire(code, failed.message, failed.reason)
-    known.fault = failed.fault or None
+    known.fault, known.retry_after_s = failed.fault or None, failed.retry_after_s
     return request_id, known
 
 

@@ -76,7 +76,7 @@ class AdminPort:
             question = json.loads(data) if data else None
         except BlockingIOError:
             return
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             question = None
         if isinstance(question, dict) and not events & BROKEN:
             self._ask(question, functools.partial(self._answer, sock))

@@ -69,6 +69,13 @@ def relabel(change: Change, block: bytes, length_bytes: int, policy: int) -> Non
     change.relabelled.append((block, row.volumes))
 
 
+def renamed(change: Change, block: bytes) -> None:
+    """The entry of an owned block has another name, or other attributes: its holders note them (rule 22)."""
+    row = read(change, block) if block else None
+    if row is not None and not row.dead:
+        change.relabelled.append((block, row.volumes))
+
+
 def bury(change: Change, block: bytes) -> None:
     """An owned block dies: everyone who holds it gets an unlink order."""
     row = read(change, block)

@@ -24,7 +24,8 @@ class Change:
     `now_ns`    wall clock of the whole change: every time it writes is this one;
     `counters`  its own copy, written with the rows;
     `touched`   inodes of directories whose times are already `now_ns`;
-    `relabelled`  owned blocks that count for another policy by it, with the volumes that hold them;
+    `relabelled`  owned blocks that have another name or count for another policy by it, with the volumes that hold
+                them;
     `grown`     policy → published bytes that came under it;
     `refused`   policy → bytes of a name for which its quota had no room, the largest.
     """

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from kvstore.core.errors import KvError, NoSpace, Unavailable
+from kvstore.core.errors import KvError, NoSpace, ReadOnly, Unavailable
 from kvstore.master.change import Change
 from kvstore.master.db import Cf, Db, Op
 from kvstore.master.records import META_PULSE, pack_u64
@@ -36,6 +36,7 @@ class Committer:
 
     `_written`  number of the last write;            `_durable`  of the last one known to be in the synced log;
     `_waiters`  (number, future) in order of number;  `failure`   set once, and never cleared.
+    `damage`    what the scan found, or None.
     """
 
     def __init__(
@@ -52,17 +53,25 @@ class Committer:
         self._free: int | None = None
         self.failure: KvError | None = None
         self.failed = asyncio.Event()
+        self.damage: str | None = None
         self.flushes = 0
 
     def admit(self, share: float = GROWS) -> None:
-        """Refuse a mutation before it starts: Unavailable after a failure, NoSpace when the reserve is reached."""
+        """Refuse a mutation before it starts: Unavailable after a failure, ReadOnly when the database is damaged,
+        NoSpace when the reserve is reached."""
         if self.failure is not None:
             raise self.failure
+        if self.damage is not None and share > ALWAYS:
+            raise ReadOnly(self.damage)
         reserve = int(self._reserve_bytes * share)
         if self._free is not None and self._free < reserve:
             raise NoSpace(
                 f"the master's drive has {self._free} bytes left; free some, at least {reserve} are kept in reserve"
             )
+
+    def stop_mutations(self, damage: str) -> None:
+        """From now on `admit` lets nothing pass but heartbeats: without these all files would be hidden."""
+        self.damage = damage
 
     def write(self, change: Change) -> None:
         """Make a change visible; `durable` says when it is safe. Raises Unavailable if it cannot be written, and the

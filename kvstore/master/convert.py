@@ -11,8 +11,9 @@ import xxhash
 from kvstore.core.errors import InvalidRequest, KvError
 from kvstore.core.told import TierCounters, Unlinked, VolumeState, WorkerCounters
 from kvstore.core.types import TIERS, Seen
-from kvstore.master import publish, remove, reports
+from kvstore.master import claims, publish, remove, reports
 from kvstore.master.journal import Event
+from kvstore.master.names import BlockName
 from kvstore.master.nodes import Node
 from kvstore.master.orders import Answer, Orders
 from kvstore.master.policies import Wanted
@@ -102,7 +103,7 @@ def registration(request: m.RegisterRequest) -> Registration:
     return Registration(
         request.node, request.boot, request.endpoint, request.http, request.bulk, request.cluster, request.sequence,
         [volume(v) for v in request.volumes], request.version, fences(request.fences),
-        [Seen(s.incarnation, s.sequence) for s in request.seen],
+        [Seen(s.incarnation, s.sequence) for s in request.seen], request.minted,
     )  # fmt: skip
 
 
@@ -153,6 +154,7 @@ def report(request: m.ReportRequest) -> reports.Report:
         reports.split_ids(request.nowhere_ids),
         reports.split_ids(request.dead_ids),
         _full(request.full) if request.HasField("full") else None,
+        reports.split_ids(request.name_ids),
     )  # fmt: skip
 
 
@@ -168,8 +170,28 @@ def answer(answer: Answer, cluster: str, incarnation: int, sequence: int) -> m.R
         cluster=cluster, incarnation=incarnation, sequence=sequence, next_report=answer.next_report, gap=answer.gap,
         held=[_VERDICTS[v] for v in answer.held.verdicts], full=[_VERDICTS[v] for v in answer.full.verdicts],
         held_policy=answer.held.policies, full_policy=answer.full.policies,
-        commands=commands(answer.orders),
+        commands=commands(answer.orders), names_sequence=answer.names.sequence,
+        names=[_block_name(name) for name in answer.names.rows],
     )  # fmt: skip
+
+
+def _block_name(name: BlockName) -> m.BlockName:
+    at, path, mode, uid, gid, mtime_ns, ctime_ns = name
+    return m.BlockName(index=at, path=path, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns, ctime_ns=ctime_ns)
+
+
+def claims_of(request: m.RecoverRequest) -> list[claims.Claim]:
+    return [
+        claims.Claim(
+            entries.address_from_pb(row.address), row.volume, _noted(row) if row.HasField("name") else None
+        )
+        for row in request.blocks
+    ]  # fmt: skip
+
+
+def _noted(row: m.NotedBlock) -> claims.NotedName:
+    name, at = row.name, Seen(row.noted.incarnation, row.noted.sequence)
+    return claims.NotedName(name.path, name.mode, name.uid, name.gid, name.mtime_ns, name.ctime_ns, at)
 
 
 _VERDICTS: Mapping[reports.Verdict, m.Verdict.ValueType] = {
@@ -187,6 +209,8 @@ def commands(orders: Orders) -> list[m.Command]:
         result.append(m.Command(full_report=m.FullReport()))
     if orders.unlink:
         result.append(m.Command(unlink=m.Unlink(block_ids=b"".join(orders.unlink))))
+    if orders.send_names:
+        result.append(m.Command(send_names=m.SendNames()))
     if orders.report_again:
         result.append(m.Command(report_again=m.ReportAgain(block_ids=b"".join(orders.report_again))))
     return result

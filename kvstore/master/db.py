@@ -8,6 +8,7 @@ Values are `records`, which start with a version byte.
               "cluster"                    ClusterRow: cluster id
               "counters"                   Counters: entries, next inode, sequence, journal's bounds
               "pulse"                      written every second, to see a lost drive without traffic
+              "rebuild"                    RebuildRow: names are being taken back from workers, or forgotten
     names     parent inode, name (UTF-8)   NameRow: inode, attributes, length, address.   The root is (0, "").
     inodes    inode                        InodeRow: parent inode, name, policy of its own
     blocks    block id                     BlockRow: owner's inode (0 = dead), holding volumes, policy it counts for
@@ -19,6 +20,7 @@ Values are `records`, which start with a version byte.
     policies  policy id                    PolicyRow: inode, policy above it, quota, TTL, pin, what counts for it
     recounts  inode where it began, inode  name behind which to go on in this directory: its blocks may count for
                                            another policy by now
+    claims    see `claims`                 while names are taken back from workers, else empty
     journal   sequence                     JournalRow: one change; bounded, recovery never needs it
 """
 
@@ -27,6 +29,10 @@ from __future__ import annotations
 import bisect
 import enum
 import logging
+import os
+import re
+import threading
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
@@ -36,6 +42,8 @@ from rocksdict import DBRecoveryMode, Rdict, WriteBatch
 
 from kvstore.core.errors import Corrupt, Denied, KvError, Unavailable
 from kvstore.core.limits import KIB, MIB
+from kvstore.master import wal
+from kvstore.master.mark import Mark
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +62,7 @@ class Cf(enum.Enum):
     NODES = "nodes"
     POLICIES = "policies"
     RECOUNTS = "recounts"
+    CLAIMS = "claims"
     JOURNAL = "journal"
 
     # The members are singletons: hashing by identity saves 0.1 µs on each of a publish's twenty dictionary accesses.
@@ -137,31 +146,52 @@ BLOCK_CACHE_BYTES: Final = 128 * MIB
 WRITE_BUFFERS_BYTES: Final = 64 * MIB
 """Of all columns together."""
 MAX_LOG_BYTES: Final = 128 * MIB
-"""Write-ahead log that a restart has to replay: under a second."""
+"""Write-ahead log that a restart has to check (`wal`) and to replay: each about a second."""
 BLOCK_BYTES: Final = 8 * KIB
 BLOOM_BITS: Final = 10
 """Every publish asks for a name and an id that are not there: 1 % of them touch a block of the table."""
+
+MARK_EVERY_S: Final = 0.1
+"""A mark takes as long as half a flush, since the journal of the file system has more to sync."""
 
 
 class RocksDb:
     """RocksDB in one directory, made when it is missing.
 
-    Raises Unavailable when another process holds it, Denied without the right to, Corrupt when it is damaged: a torn
-    end of the log is tolerated, a hole in the middle is not (the default mode drops acknowledged records in silence).
+    Raises Unavailable when another process holds it, Denied without the right to, Corrupt when it is damaged, in one
+    line that names the file: a torn end of the log is tolerated, a hole in the middle is not.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._cache = rocksdict.Cache(BLOCK_CACHE_BYTES)
+        # So that the logs end with a whole write when a flush looks how long they are.
+        self._writing = threading.Lock()
+        self._marked_s = float("-inf")
         try:
             path.mkdir(parents=True, exist_ok=True)
-            cache = rocksdict.Cache(BLOCK_CACHE_BYTES)
-            self._db = Rdict(str(path), _database_options(cache), {cf.value: _column_options(cache) for cf in Cf})
+            self._mark = Mark(path)
         except OSError as error:
-            raise Denied(f"cannot use the data directory {path}: {error.strerror}") from None
-        except Exception as error:  # noqa: BLE001 - rocksdict raises bare Exceptions
-            raise _refused(path, error) from None
+            raise _denied(path, error) from None
+        try:
+            self._db = self._open()
+        except BaseException:
+            self._mark.close()
+            raise
         self._columns = {cf: self._db.get_column_family(cf.value) for cf in Cf}
         self._handles = {cf: self._db.get_column_family_handle(cf.value) for cf in Cf}
+
+    def _open(self) -> Rdict:
+        columns = {cf.value: _column_options(self._cache) for cf in Cf}
+        try:
+            wal.check(self.path, self._mark.read())
+            return Rdict(str(self.path), _database_options(self._cache), columns)
+        except KvError:
+            raise
+        except OSError as error:
+            raise _denied(self.path, error) from None
+        except Exception as error:  # noqa: BLE001 - rocksdict raises bare Exceptions
+            raise _refused(self.path, error) from None
 
     def get(self, cf: Cf, key: bytes) -> bytes | None:
         try:
@@ -202,16 +232,60 @@ class RocksDb:
             else:
                 batch.put(key, value, handles[cf])
         try:
-            self._db.write(batch)
+            with self._writing:
+                self._db.write(batch)
         except Exception as error:  # noqa: BLE001
             raise self._failed(error) from None
 
     def flush(self) -> None:
-        # Never write(sync=True): it holds the GIL through the fsync, flush_wal releases it.
         try:
+            written = self._written_now()
+            # Never write(sync=True): it holds the GIL through the fsync, flush_wal releases it.
             self._db.flush_wal(True)
+            if written is not None:
+                self._mark.write(written)
         except Exception as error:  # noqa: BLE001
             raise self._failed(error) from None
+
+    def _written_now(self) -> wal.Synced | None:
+        """What a flush that begins now will have synced; None when the last mark is young."""
+        now_s = time.monotonic()
+        if now_s - self._marked_s < MARK_EVERY_S:
+            return None
+        self._marked_s = now_s
+        with self._writing:
+            return wal.Synced(self._db.latest_sequence_number(), wal.sizes(self.path), wal.newest_manifest(self.path))
+
+    def forget_cached(self) -> None:
+        """What is read from now on comes from the drive, not from our cache or the kernel's."""
+        self._cache.set_capacity(0)
+        self._cache.set_capacity(BLOCK_CACHE_BYTES)
+        for table in self.path.glob("*.sst"):
+            try:
+                with table.open("rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            except OSError:  # merged into another one meanwhile; the scan itself finds what is wrong with the others
+                continue
+
+    def verify(self, cf: Cf, after: bytes | None, limit: int) -> bytes | None:
+        """Read at most `limit` rows behind the key `after` (None = from the first) with their checksums, without
+        keeping them cached; the last key, None at the column's end. Raises Corrupt, Unavailable."""
+        options = rocksdict.ReadOptions()
+        options.fill_cache(False)  # type: ignore[call-arg] # the stub lacks the argument
+        last: bytes | None = None
+        try:
+            at = self._columns[cf].iter(options)
+            at.seek(b"" if after is None else after + b"\0")
+            for _ in range(limit - 1):
+                if not at.valid():
+                    break
+                at.next()
+            if at.valid():
+                last = at.key()
+            at.status()
+        except Exception as error:  # noqa: BLE001
+            raise self._failed(error) from None
+        return last
 
     def close(self) -> None:
         self._columns.clear()
@@ -220,6 +294,7 @@ class RocksDb:
             self._db.close()
         except Exception as error:  # noqa: BLE001 - what was acknowledged is in the synced log, closing adds nothing to it
             log.warning("%s", self._failed(error))
+        self._mark.close()
 
     def _failed(self, error: Exception) -> KvError:
         return _classify(error)(f"the database in {self.path} failed: {_line(error)}")
@@ -254,16 +329,27 @@ def _column_options(cache: rocksdict.Cache) -> rocksdict.Options:
     return options
 
 
+def _denied(path: Path, error: OSError) -> Denied:
+    what = f"{error.filename}: {error.strerror}" if error.filename not in (None, str(path)) else error.strerror
+    return Denied(
+        f"cannot use the data directory {path}: {what}; user {os.geteuid()} must be able to read and write all of it: "
+        "change that, or choose another with --data"
+    )
+
+
 def _refused(path: Path, error: Exception) -> KvError:
     text = _line(error)
-    if "lock" in text.lower():
+    if "lock file" in text.lower() or "lock hold" in text.lower():
         return Unavailable(f"the data directory {path} is in use: does another master run there? ({text})")
-    if _classify(error) is Corrupt:
-        return Corrupt(
-            f"the database in {path} is damaged and was not opened: {text}; restore the directory from a backup, "
-            "or move it away to start an empty store"
-        )
+    if _classify(error) is Corrupt or "no such file" in text.lower():
+        where = "" if _TABLE.search(text) else wal.find_damage(path)
+        return wal.damaged(path, f"{where}: {text}" if where else text)
     return Unavailable(f"cannot open the database in {path}: {text}")
+
+
+_TABLE: Final = re.compile(r"\b\d+\.sst\b")
+_SUSPECT: Final = re.compile(r" The file \S*MANIFEST-\d+ may be corrupted\.")
+"""RocksDB adds it to every complaint about a table."""
 
 
 def _classify(error: Exception) -> type[KvError]:
@@ -271,4 +357,4 @@ def _classify(error: Exception) -> type[KvError]:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return _SUSPECT.sub("", " ".join(str(error).split()))

@@ -63,7 +63,11 @@ def _trim(change: Change) -> None:
         if kept <= 1 or (kept <= limits.records and counters.journal_bytes <= limits.size_bytes):
             return
         key = pack_u64(counters.journal_first)
-        counters.journal_bytes -= len(change.get(Cf.JOURNAL, key) or b"")
+        stored = change.get(Cf.JOURNAL, key)
+        if stored is None:  # a rebuild went on above the sequence that workers had seen
+            counters.journal_first = unpack_u64(change.scan(Cf.JOURNAL, key, None, 1)[0][0])
+            continue
+        counters.journal_bytes -= len(stored)
         counters.journal_first += 1
         change.delete(Cf.JOURNAL, key)
 

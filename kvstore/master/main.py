@@ -11,52 +11,60 @@ from pathlib import Path
 import uvloop
 
 from kvstore.config import Config, MasterConfig
-from kvstore.core.errors import KvError
+from kvstore.core.errors import KvError, ReadOnly
 from kvstore.master.commit import Committer
 from kvstore.master.db import RocksDb
 from kvstore.master.master import Master, Settings
 from kvstore.master.metrics import MasterMetrics
+from kvstore.master.rebuild import Wanted
 from kvstore.master.records import JournalLimits
+from kvstore.master.scan import Scan
 from kvstore.master.service import MasterService
 from kvstore.obs import notify
 from kvstore.obs.http import HttpServer, Route, health_routes
 from kvstore.obs.http import serve as http_serve
 from kvstore.rpc.server import Server, serve, stop_all
-from kvstore.runtime import Runtime, SystemRuntime
+from kvstore.runtime import Runtime, SystemRuntime, raise_fd_limit
 
 log = logging.getLogger(__name__)
 
 THREADS = 4
-"""One flushes; the others look at the drive's free space."""
+"""One flushes; the others look at the drive's free space, and scan."""
 DATABASE_DIRECTORY = "db"
+REBUILD_PAUSE_S = 0.005
 RECOUNT_PAUSE_S = 0.04
 """After a step of about 10 ms: 1,000,000 files take under two minutes."""
 
 
-def main(config: Config) -> None:
-    """Run until SIGTERM or SIGINT. Raises KvError when it cannot start, or had to stop because its drive failed."""
-    uvloop.run(run(config.master))
+def main(config: Config, wanted: Wanted | None = None) -> None:
+    """Run until SIGTERM or SIGINT, after the rebuild that is wanted. Raises KvError when it cannot start, or had to
+    stop because its drive failed."""
+    raise_fd_limit()
+    uvloop.run(run(config.master, wanted=wanted))
 
 
-async def run(config: MasterConfig, runtime: Runtime | None = None) -> None:
+async def run(config: MasterConfig, runtime: Runtime | None = None, wanted: Wanted | None = None) -> None:
     """The same on a running loop."""
     runtime = runtime or SystemRuntime(THREADS, "master")
     db = RocksDb(Path(config.data) / DATABASE_DIRECTORY)
     try:
-        await _run(config, runtime, db)
+        await _run(config, runtime, db, wanted)
     finally:
         runtime.close()
         db.close()
 
 
-async def _run(config: MasterConfig, runtime: Runtime, db: RocksDb) -> None:
+async def _run(config: MasterConfig, runtime: Runtime, db: RocksDb, wanted: Wanted | None) -> None:
     committer = Committer(db, runtime, lambda: shutil.disk_usage(db.path).free, config.free_reserve_bytes)
-    master = Master(db, committer, runtime, settings_of(config))
+    master = Master(db, committer, runtime, settings_of(config), wanted)
     metrics = MasterMetrics(master)
+    scan = Scan(db, runtime, config.scan_interval_s, committer.stop_mutations)
     tasks = [
         asyncio.create_task(committer.run(), name="commit"),
+        asyncio.create_task(scan.run(), name="scan"),
         asyncio.create_task(_tick(master, runtime), name="tick"),
         asyncio.create_task(_recount(master, runtime), name="recount"),
+        asyncio.create_task(_rebuild(master, runtime), name="rebuild"),
     ]
     server: Server | None = None
     http: HttpServer | None = None
@@ -82,10 +90,13 @@ def settings_of(config: MasterConfig) -> Settings:
 
 
 def _routes(metrics: MasterMetrics, committer: Committer) -> dict[str, Route]:
-    def problem() -> str | None:
+    def failure() -> str | None:
         return committer.failure.message if committer.failure else None
 
-    return health_routes(metrics.metrics, problem, problem)
+    def problem() -> str | None:
+        return failure() or committer.damage
+
+    return health_routes(metrics.metrics, failure, problem)
 
 
 async def _tick(master: Master, runtime: Runtime) -> None:
@@ -94,6 +105,8 @@ async def _tick(master: Master, runtime: Runtime) -> None:
         await runtime.sleep(master.settings.tick_s)
         try:
             master.tick()
+        except ReadOnly:  # the scan has said it
+            pass
         except KvError as error:
             log.error("upkeep failed: %s", error)
         await master.committer.pulse()
@@ -104,10 +117,25 @@ async def _recount(master: Master, runtime: Runtime) -> None:
     while True:
         try:
             busy = master.recount()
+        except ReadOnly:
+            busy = False
         except KvError as error:
             log.error("counting what lies below a policy failed: %s", error)
             busy = False
         await runtime.sleep(RECOUNT_PAUSE_S if busy else master.settings.tick_s)
+
+
+async def _rebuild(master: Master, runtime: Runtime) -> None:
+    """To its end, if one is wanted; reports and heartbeats get the loop between the steps."""
+    while True:
+        try:
+            busy = master.rebuild_step()
+        except ReadOnly:
+            busy = False
+        except KvError as error:
+            log.error("taking names back failed: %s", error)
+            busy = False
+        await runtime.sleep(REBUILD_PAUSE_S if busy else master.settings.tick_s / 4)
 
 
 async def _until_stopped(committer: Committer, tasks: list[asyncio.Task[None]]) -> None:

@@ -11,33 +11,35 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 from kvstore.core import paths
-from kvstore.core.errors import InvalidRequest, KvError, NotDirectory, Unsupported
+from kvstore.core.errors import InvalidRequest, KvError, NotDirectory
 from kvstore.core.limits import MAX_BATCH, MAX_BLOCK_BYTES
 from kvstore.core.types import Entry
-from kvstore.master import blocks, incarnations, journal, lookup, recount, reports, tree
+from kvstore.master import blocks, journal, lookup, recount, reports
 from kvstore.master.change import Change
+from kvstore.master.claims import Claim
 from kvstore.master.commit import ALWAYS, GROWS, SHRINKS, Committer
 from kvstore.master.db import Cf, Db
-from kvstore.master.incarnations import Incarnations
 from kvstore.master.journal import directory_path
 from kvstore.master.mkdir import mkdir
+from kvstore.master.names import Names, names_of
 from kvstore.master.nodes import Node, Nodes
+from kvstore.master.opening import new_cluster_id, open_database
 from kvstore.master.orders import Answer, Orders
 from kvstore.master.policies import Wanted
 from kvstore.master.policies import every as every_policy
 from kvstore.master.publish import Published, Transaction, publish
 from kvstore.master.quotas import Quotas
+from kvstore.master.rebuild import Rebuild, Step
+from kvstore.master.rebuild import Wanted as Rebuilding
 from kvstore.master.records import (
-    CLUSTER,
     COUNTERS,
-    FORMAT,
     META_CLUSTER,
     META_COUNTERS,
-    META_FORMAT,
     ClusterRow,
     Counters,
     JournalLimits,
@@ -51,17 +53,15 @@ from kvstore.master.rows import each
 from kvstore.master.setattr import set_attributes
 from kvstore.master.setpolicy import Holding, Told, every, holding, set_policy
 from kvstore.master.space import Space
-from kvstore.master.told import Beat, Registration, check_volumes
+from kvstore.master.told import Beat, Registration, check_beat, check_volumes
 from kvstore.master.upkeep import Upkeep
 from kvstore.runtime import Runtime
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LIST_PAGE: Final = 1024
 """Names a page: a page of the longest names fits into a message four times over, and takes the loop for about 5 ms."""
-INODE_GAP: Final = 1 << 20
-"""Inode numbers skipped at every start: a power cut may take back numbers that a reader has seen (a reader waits for
-no flush), and they must not come again for other content. 2^42 starts until they run out."""
 
 
 class Settings(NamedTuple):
@@ -73,11 +73,19 @@ class Settings(NamedTuple):
 
 
 class Master:
-    def __init__(self, db: Db, committer: Committer, runtime: Runtime, settings: Settings) -> None:
+    """`rebuild`: while names are taken back from workers, else None; `notice`: what came of it, for people."""
+
+    def __init__(
+        self, db: Db, committer: Committer, runtime: Runtime, settings: Settings, wanted: Rebuilding | None = None
+    ) -> None:
         self.db, self.committer, self.settings = db, committer, settings
         self._runtime = runtime
-        self.cluster_id, self.incarnations = self._open()
+        self.cluster_id, self.incarnations, wanted = open_database(db, self._change(), runtime, wanted)
+        committer.start_at(self.counters().sequence)
         self.nodes = Nodes(db, self.incarnations, settings.dead_ticks, settings.max_block_bytes)
+        now_s = runtime.monotonic_s()
+        self.rebuild = Rebuild(wanted, self.nodes, committer.durable_sequence, now_s) if wanted else None
+        self._notice = ""
         self.quotas = Quotas(db, settings.tick_s)
         self._upkeep = Upkeep(self.nodes, settings.tick_s, settings.forget_after_s)
         self._report_locks: dict[str, asyncio.Lock] = {}
@@ -88,6 +96,8 @@ class Master:
     def lookup(self, base: int, wanted: Sequence[str], node: str = "") -> list[lookup.Row]:
         """`node`: the caller's, whose replicas count even when it is not live."""
         _check_batch(len(wanted))
+        if self.rebuild is not None:  # not NotFound: a directory that is gone would be gone for good (rule 27)
+            return [self.rebuild.refuse()] * len(wanted)
         rows = lookup.lookup(self.db, self.nodes.seen_by(node), base, wanted)
         self.lookups.count(rows)
         return rows
@@ -95,7 +105,7 @@ class Master:
     async def publish(self, base: int, transactions: Sequence[Transaction]) -> list[list[Published] | KvError]:
         _check_batch(sum(len(t.names) for t in transactions))
         _check_batch(len(transactions))
-        return await self._mutate(lambda change: publish(change, self.nodes.cluster, base, transactions))
+        return await self._mutate_for_client(lambda change: publish(change, self.nodes.cluster, base, transactions))
 
     async def mkdir(
         self, base: int, wanted: Sequence[str], parents: bool, mode: int, uid: int, gid: int
@@ -105,7 +115,7 @@ class Master:
         def one(change: Change, path: str) -> Entry:
             return mkdir(change, self.nodes.cluster.live, base, path, parents=parents, mode=mode, uid=uid, gid=gid)
 
-        return await self._mutate(lambda change: each(change, wanted, one))
+        return await self._mutate_for_client(lambda change: each(change, wanted, one))
 
     async def remove(self, base: int, names: Sequence[tuple[str, Kind, int]]) -> list[KvError | None]:
         """`names`: (path, kind, inode that is meant or 0)."""
@@ -114,7 +124,7 @@ class Master:
         def one(change: Change, name: tuple[str, Kind, int]) -> None:
             remove(change, self.nodes.cluster.live, base, *name)
 
-        return await self._mutate(lambda change: each(change, names, one), SHRINKS)
+        return await self._mutate_for_client(lambda change: each(change, names, one), SHRINKS)
 
     async def rename(self, moves: Sequence[Move]) -> list[KvError | None]:
         _check_batch(len(moves))
@@ -122,12 +132,12 @@ class Master:
         def one(change: Change, move: Move) -> None:
             rename(change, self.nodes.cluster.live, move)
 
-        return await self._mutate(lambda change: each(change, moves, one))
+        return await self._mutate_for_client(lambda change: each(change, moves, one))
 
     async def set_attributes(
         self, base: int, path: str, mode: int | None, uid: int | None, gid: int | None, mtime_ns: int | None
     ) -> Entry:
-        return await self._mutate(
+        return await self._mutate_for_client(
             lambda change: set_attributes(
                 change, self.nodes.cluster.live, base, path, mode=mode, uid=uid, gid=gid, mtime_ns=mtime_ns
             )
@@ -138,7 +148,7 @@ class Master:
     ) -> AsyncIterator[tuple[list[str], list[Entry]]]:
         """Pages in the order of the names' bytes, behind `after`; `limit` 0 = all. Others get the loop between
         pages."""
-        entry = lookup.stat(self.db, self.nodes.cluster.live, base, path)
+        entry = self.stat(base, path)
         if not entry.is_dir:
             raise NotDirectory(f"{path!r} is a file, not a directory")
         at: str | None = paths.check_name(after) if after else ""
@@ -156,10 +166,12 @@ class Master:
             await asyncio.sleep(0)
 
     def stat(self, base: int, path: str) -> Entry:
+        self._check_whole()
         return lookup.stat(self.db, self.nodes.cluster.live, base, path)
 
     def statfs(self, base: int, path: str) -> Space:
         """What the live volumes have, or less: what a quota above the path leaves of it. Raises NotFound, Stale."""
+        self._check_whole()
         found = holding(self.db, self.nodes.cluster.live, base, path)
         counters = self.counters()
         space = Space(*self.nodes.space(), counters.files, counters.directories - 1)
@@ -173,12 +185,13 @@ class Master:
         """Quota, TTL, pin of a path; what holds for it then. Raises NotFound, NotDirectory, Stale, InvalidRequest."""
         live = self.nodes.cluster.live
         try:
-            return await self._mutate(lambda change: set_policy(change, live, base, path, wanted))
+            return await self._mutate_for_client(lambda change: set_policy(change, live, base, path, wanted))
         finally:
             self._look_at_policies()
 
     def policies(self, base: int, path: str) -> Holding:
         """What holds for a path. Raises NotFound, NotDirectory, Stale."""
+        self._check_whole()
         return holding(self.db, self.nodes.cluster.live, base, path)
 
     def all_policies(self) -> Sequence[Told]:
@@ -220,19 +233,18 @@ class Master:
 
     async def register(self, new: Registration) -> Node:
         check_volumes(new.volumes)
-        return await self._mutate(
-            lambda change: self.nodes.register(change, new, self.cluster_id, change.counters.sequence), SHRINKS
-        )
+        return await self._mutate(lambda change: self._register(change, new), SHRINKS)
 
     async def heartbeat(self, beat: Beat) -> Orders:
-        check_volumes(beat.volumes)
+        check_beat(beat)
         now_s = self._runtime.monotonic_s()
         node = await self._mutate(lambda change: self.nodes.heartbeat(change, beat, now_s), ALWAYS)
-        if node is None:
+        if node is None or node.is_to_register:
             return Orders(register=True)
         table = self.quotas.table
         return (await self._orders(node))._replace(
             report_again=list(itertools.islice(node.relabelled, MAX_BATCH)),
+            send_names=self.rebuild is not None and self.rebuild.wants(node),
             over=self.quotas.over(node.id),
             policies=table if table.version != beat.policies_version else None,
         )
@@ -252,6 +264,34 @@ class Master:
             if not again:
                 await self._take(node, report)
             return await self._answer(node, report)
+
+    async def recover(self, node: str, boot: int, page: Sequence[Claim], is_last: bool) -> bool:
+        """What is noted beside the blocks of a worker. Whether (more of) it is wanted. Raises Stale, InvalidRequest."""
+        rebuild, known = self.rebuild, self.nodes.registered(node, boot)
+        if rebuild is None or known is None or not rebuild.takes(known):
+            return False
+        await self._mutate(lambda change: rebuild.take(change, known, page), SHRINKS)
+        if is_last:
+            rebuild.told_all(known)
+        return True
+
+    def rebuild_step(self) -> bool:
+        """A bounded step of the rebuild; False when there is nothing to do (for a moment, or ever again)."""
+        rebuild = self.rebuild
+        if rebuild is None:
+            return False
+        self.committer.admit(SHRINKS)
+        change = self._change()
+        busy = rebuild.go_on(change, self._runtime.monotonic_s())
+        if rebuild.step is Step.DONE:
+            self._adopt(change, self.cluster_id or new_cluster_id(self._runtime))
+            self._notice, self.rebuild = rebuild.notice, None
+        self._write(change)
+        return busy
+
+    @property
+    def notice(self) -> str:
+        return self.rebuild.notice if self.rebuild is not None else self._notice
 
     def tick(self) -> None:
         """Once a tick: liveness, and a bounded step of upkeep. Nobody waits for it to be durable."""
@@ -281,23 +321,52 @@ class Master:
         await self._mutate(finish, SHRINKS)
 
     async def _answer(self, node: Node, report: Report) -> Answer:
-        collects = node.row.collects
+        is_whole = self.rebuild is None
+        collects, cluster = node.row.collects and is_whole, self.nodes.cluster
         held_ids, full_ids = [block for block, _ in report.held], report.full.ids if report.full else ()
-        held, full = (reports.judge(self.db, ids, collects) for ids in (held_ids, full_ids))
+        held = reports.judge(self.db, cluster, held_ids, collects, set(report.dead))
+        full = reports.judge(self.db, cluster, full_ids, collects)
+        names = names_of(self.db, report.named) if is_whole else Names()
         for block in (*held_ids, *full_ids, *report.nowhere):
             node.relabelled.pop(block, None)
         next_report = node.row.next_report
         orders = await self._orders(node)
         await self.committer.durable()
-        return Answer(next_report, False, held, full, orders)
+        return Answer(next_report, False, held, full, orders, names)
 
     async def _orders(self, node: Node) -> Orders:
-        if not node.row.collects:
+        if not node.row.collects or self.rebuild is not None:
             return Orders()
         ids = blocks.unlink_orders(self.db, node.row.volumes, MAX_BATCH)
         if ids:
             await self.committer.durable()
         return Orders(unlink=ids)
+
+    def _register(self, change: Change, new: Registration) -> Node:
+        sequence, cluster = change.counters.sequence, self.cluster_id
+        if self.rebuild is not None:
+            sequence, cluster = self.rebuild.base_sequence, cluster or new.cluster
+            self.rebuild.prepare(change, new)
+        node = self.nodes.register(change, new, cluster, sequence)
+        if cluster != self.cluster_id:
+            log.info("the cluster is %s again, as worker %s says", cluster, new.node)
+            self._adopt(change, cluster)
+        if self.rebuild is not None:
+            self.rebuild.registered(new, self._runtime.monotonic_s())
+        return node
+
+    def _adopt(self, change: Change, cluster: str) -> None:
+        self.cluster_id = cluster
+        change.put(Cf.META, META_CLUSTER, dump(ClusterRow(cluster)))
+
+    def _check_whole(self) -> None:
+        """Raises Unavailable while names are being taken back."""
+        if self.rebuild is not None:
+            raise self.rebuild.refuse()
+
+    async def _mutate_for_client(self, decide: Callable[[Change], T], share: float = GROWS) -> T:
+        self._check_whole()
+        return await self._mutate(decide, share)
 
     def _change(self) -> Change:
         return Change.begin(self.db, self._runtime.wall_ns(), self.settings.journal)
@@ -319,30 +388,6 @@ class Master:
         self.nodes.relabel(change.relabelled)
         self.quotas.grew(change.grown)
         self.quotas.refused(change.refused)
-
-    def _open(self) -> tuple[str, Incarnations]:
-        """The cluster's id, and this start in the row of them. A new database gets an id, and its root; one of another
-        format is refused.
-        """
-        stored = self.db.get(Cf.META, META_FORMAT)
-        if stored not in (None, FORMAT):
-            raise Unsupported(
-                "the database was written by another version of kvstore: use that one, or an empty directory"
-            )
-        change = self._change()
-        if stored is None:
-            change.put(Cf.META, META_FORMAT, FORMAT)
-            cluster = f"{self._runtime.random_u64():016x}{self._runtime.random_u64():016x}"
-            change.put(Cf.META, META_CLUSTER, dump(ClusterRow(cluster)))
-            tree.make_root(change)
-        else:
-            cluster = CLUSTER.load(self.db.get(Cf.META, META_CLUSTER) or b"").id
-        starts = incarnations.begin(change, self._runtime.random_u64() or 1)
-        change.counters.next_inode += INODE_GAP
-        self.db.write(change.ops())
-        self.db.flush()
-        self.committer.start_at(change.counters.sequence)
-        return cluster, starts
 
 
 def _merge(report: Report, full: reports.Full, at: bytes, change: Change) -> bytes:

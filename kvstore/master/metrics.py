@@ -29,6 +29,7 @@ class MasterMetrics:
         watch("master_files", "Files, hidden ones too", lambda: master.counters().files)
         watch("master_directories", "Directories without the root", lambda: master.counters().directories - 1)
         watch("master_sequence", "Last change that is durable", lambda: master.committer.durable_sequence)
+        watch("master_damaged", "1 after the scan found damage", lambda: master.committer.damage is not None)
         count("master_flushes", "Flushes of the log, each for all who waited", lambda: master.committer.flushes)
 
     def _nodes(self, master: Master) -> None:

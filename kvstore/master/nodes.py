@@ -9,7 +9,7 @@ import msgspec
 
 from kvstore.core.errors import AlreadyExists, Denied, InvalidRequest
 from kvstore.core.told import TierCounters, VolumeState, WorkerCounters
-from kvstore.core.types import Replica
+from kvstore.core.types import U63_MAX, Replica, Seen
 from kvstore.master import journal
 from kvstore.master.change import Change
 from kvstore.master.cluster import Cluster
@@ -22,6 +22,10 @@ from kvstore.master.told import MAX_VOLUMES_PER_NODE, Beat, Registration, check_
 log = logging.getLogger(__name__)
 
 MAX_NODES = 10_000
+CLOSED = U63_MAX
+"""A fence that no counter reaches: nothing of its boot is published any more."""
+MAX_OVER = 64
+"""Boots that are over and are remembered, of each node: 9 bytes each in a row that every report writes."""
 
 
 class Node:
@@ -31,8 +35,9 @@ class Node:
     `heard_s` monotonic time of its last heartbeat, None before the first one;
     `spoke`   whether it registered or sent a heartbeat since this master started: until then it only counts as live;
     `states`  its volumes as it told them last;  `counters`, `blocks`, `tiers`, `policies`  likewise;
-    `relabelled`  blocks on it that count for another policy than it knows: it is asked to report them again
-              until it has.
+    `relabelled`  blocks on it that have another name or policy than it knows: it is asked to report them again
+              until it has;
+    `is_to_register`  its next heartbeat is answered with the order to register anew.
     """
 
     def __init__(self, id: str, row: NodeRow) -> None:
@@ -47,6 +52,7 @@ class Node:
         self.tiers: Sequence[TierCounters] = ()
         self.policies: Mapping[int, Held] = {}
         self.relabelled: dict[bytes, None] = {}
+        self.is_to_register = False
 
     def __repr__(self) -> str:
         return f"<Node {self.id} at {self.row.endpoint}, missed {self.missed}>"
@@ -105,7 +111,8 @@ class Nodes:
         if new.cluster and new.cluster != cluster_id:
             raise Denied(
                 f"worker {new.node} belongs to cluster {new.cluster}, this master to {cluster_id}: "
-                "point it at its own master, or empty its volumes"
+                "point it at its own master; if this one has lost its disk, start it on an empty directory with "
+                "--rebuild (the names come back) or --discard (they are forgotten)"
             )
         self._check_addresses(new)
         self._supersede(change, new)
@@ -145,7 +152,9 @@ class Nodes:
         """Number and fences of a report, committed with its effect."""
         own = {node.row.boot: 0}  # the start that speaks is not over, even if it forgets to say so
         merged = self._merge_fences(node.id, node.row, own | dict(fences))
-        row = msgspec.structs.replace(node.row, next_report=number + 1, last_report=digest, fences=merged)
+        row = msgspec.structs.replace(
+            node.row, next_report=number + 1, last_report=digest, fences=merged, over=_over(node.row, merged)
+        )
         self.put(change, node, row)
 
     def tick(self) -> None:
@@ -165,11 +174,19 @@ class Nodes:
         self.cluster = self.cluster._replace(hidden=hidden)
 
     def relabel(self, relabelled: Iterable[tuple[bytes, Iterable[int]]]) -> None:
-        """Blocks, with the volumes that hold them, which count for another policy by now."""
+        """Blocks, with the volumes that hold them, which have another name or count for another policy by now."""
         for block, volumes in relabelled:
             for home in {self.cluster.homes.get(volume) for volume in volumes}:
                 if home is not None and (node := self._nodes.get(home)) is not None:
                     node.relabelled[block] = None
+
+    def lacks(self, seen: Seen, sequence: int) -> bool:
+        """Whether the database, at `sequence` now, does not have this point of the cluster's history (rule 16)."""
+        return self._incarnations.is_ahead(seen, sequence)
+
+    def trust(self, change: Change, node: Node, recovered: Sequence[Seen]) -> None:
+        """A worker is collected from (again): what it has seen of other histories was taken in, or discarded."""
+        self.put(change, node, msgspec.structs.replace(node.row, collects=True, recovered=list(recovered)))
 
     def put(self, change: Change, node: Node, row: NodeRow) -> None:
         node.row = row
@@ -227,34 +244,38 @@ class Nodes:
                 self.put(change, node, msgspec.structs.replace(node.row, volumes=rest))
 
     def _registered_row(self, old: Node | None, new: Registration, sequence: int) -> NodeRow:
-        ahead = self._is_ahead(new, sequence)
+        recovered = [seen for seen in old.row.recovered if seen in new.seen] if old else []
+        ahead = self._is_ahead(new, sequence, recovered)
         if ahead:
             log.error(
                 "worker %s has seen sequence %d of a history that is not this database's (at %d now): rolled back? "
                 "Nothing of it is collected",
                 new.node, new.sequence, sequence,
             )  # fmt: skip
-        fences = dict(new.fences)
+        fences = _closed(new) if ahead else dict(new.fences)
         fences.setdefault(new.boot, 0)
+        merged = self._merge_fences(new.node, old.row if old else None, fences)
         return NodeRow(
             new.endpoint, new.http, new.bulk, new.version, new.boot,
             next_report=old.row.next_report if old else 1,
             last_report=old.row.last_report if old else 0,
-            fences=self._merge_fences(new.node, old.row if old else None, fences),
+            fences=merged,
             volumes=[v.id for v in new.volumes],
             # A worker whose operator accepted the rollback comes with 0.
             collects=not ahead and (old is None or old.row.collects or new.sequence == 0),
+            recovered=recovered,
+            over=_over(old.row, merged) if old else [],
         )  # fmt: skip
 
-    def _is_ahead(self, new: Registration, sequence: int) -> bool:
+    def _is_ahead(self, new: Registration, sequence: int, recovered: Sequence[Seen]) -> bool:
         """Rule 16. A worker that knows of no incarnation is judged by its sequence alone."""
-        return new.sequence > sequence or any(self._incarnations.is_ahead(seen, sequence) for seen in new.seen)
+        return new.sequence > sequence or any(self.lacks(seen, sequence) for seen in new.seen if seen not in recovered)
 
     def _merge_fences(self, node: str, row: NodeRow | None, told: Mapping[int, int]) -> dict[int, int]:
-        """Fences only rise; a boot that is not told is over; one of another node is none of this one's."""
-        old = row.fences if row is not None else {}
+        """Fences only rise; a boot that is not told is over, for ever; one of another node is none of this one's."""
+        old, over = (row.fences, row.over) if row is not None else ({}, [])
         boots = self.cluster.boots
-        return {b: max(c, old.get(b, 0)) for b, c in told.items() if boots.get(b, node) == node}
+        return {b: max(c, old.get(b, 0)) for b, c in told.items() if boots.get(b, node) == node and b not in over}
 
     def _replicas(self, node: Node) -> dict[int, Replica]:
         return {v: Replica(v, self.volumes[v].tier, node.id, node.row.endpoint) for v in node.row.volumes}
@@ -272,9 +293,19 @@ class Nodes:
         return Cluster(live, homes, fences, boots, self._max_block_bytes, self._hidden)
 
 
+def _closed(new: Registration) -> dict[int, int]:
+    """Of a worker that has seen what is lost here: any id that it had by now may have been published, or be dead
+    (rule 10)."""
+    return dict.fromkeys(new.fences, CLOSED) | {new.boot: max(new.minted, new.fences.get(new.boot, 0))}
+
+
 def _all(reader: Reader, cf: Cf) -> list[tuple[bytes, bytes]]:
     return reader.scan(cf, b"", None, MAX_NODES * MAX_VOLUMES_PER_NODE)
 
 
 def _hex(volumes: Iterable[int]) -> str:
     return ", ".join(f"{v:016x}" for v in sorted(volumes))
+
+
+def _over(row: NodeRow, fences: Mapping[int, int]) -> list[int]:
+    return [*row.over, *(boot for boot in row.fences if boot not in fences)][-MAX_OVER:]

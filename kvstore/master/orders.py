@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvstore.master.names import Names
 from kvstore.master.quotas import Order, Table
 from kvstore.master.reports import Judged
 
@@ -16,6 +17,7 @@ class Orders(NamedTuple):
     full_report: bool = False
     unlink: Sequence[bytes] = ()
     report_again: Sequence[bytes] = ()
+    send_names: bool = False
     over: Sequence[Order] = ()
     """What the worker is to give up for quotas."""
     policies: Table | None = None
@@ -30,3 +32,4 @@ class Answer(NamedTuple):
     held: Judged = Judged()
     full: Judged = Judged()
     orders: Orders = Orders()
+    names: Names = Names()

@@ -144,6 +144,7 @@ def _keep(
         new = _restamp(change, row, name)
         if new != row:
             tree.put(change, place, new)
+            blocks.renamed(change, new.block)
             journal.append(change, "setattr", *place, row.inode, new)
             row = new
     return Published(False, view.entry(place, row))

@@ -79,6 +79,13 @@ class BlockRow(Row, frozen=True):
         return self.inode == 0
 
 
+class RebuildRow(Row, frozen=True):
+    """A rebuild that has begun and has not come to its end: it begins anew at the next start."""
+
+    kind: str
+    """rebuild, discard"""
+
+
 class VolumeRow(Row, frozen=True):
     node: str
     tier: str
@@ -101,6 +108,11 @@ class NodeRow(Row, frozen=True):
     collects: bool = True
     """False: it has seen a later sequence than ours, so we were rolled back, and call nothing of it an orphan (rule
     16)."""
+    recovered: list[Seen] = []
+    """What it has seen of histories that this database lacks, and that a rebuild has taken in, or an operator has
+    discarded: no reason any more to distrust us."""
+    over: list[int] = []
+    """Boots of it that are over, the last ones: an old image of its disk may bring them back."""
 
 
 class PolicyRow(Row, frozen=True):
@@ -187,6 +199,7 @@ INCARNATIONS = Codec(IncarnationsRow)
 NAME = Codec(NameRow)
 INODE = Codec(InodeRow)
 BLOCK = Codec(BlockRow)
+REBUILD = Codec(RebuildRow)
 VOLUME = Codec(VolumeRow)
 NODE = Codec(NodeRow)
 POLICY = Codec(PolicyRow)
@@ -217,4 +230,4 @@ def prefix_end(volume: int) -> bytes | None:
 
 
 META_FORMAT, META_CLUSTER, META_COUNTERS, META_PULSE = b"format", b"cluster", b"counters", b"pulse"
-META_INCARNATIONS = b"incarnations"
+META_INCARNATIONS, META_REBUILD = b"incarnations", b"rebuild"

@@ -99,6 +99,7 @@ def _move(change: Change, source: Place, target: Place, row: NameRow, policy: in
     row = msgspec.structs.replace(row, ctime_ns=change.now_ns)
     tree.put_new(change, target, row, policy)
     _recount(change, target, row, policy)
+    blocks.renamed(change, row.block)
     tree.touch(change, source.parent)
     tree.touch(change, target.parent)
     journal.append(change, "rename", *source, row.inode, row, *target)

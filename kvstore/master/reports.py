@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvstore.core.errors import InvalidRequest
@@ -14,6 +14,7 @@ from kvstore.master.change import Change
 from kvstore.master.cluster import Cluster
 from kvstore.master.db import Cf, Reader
 from kvstore.master.records import BLOCK, BlockRow, replica_key
+from kvstore.master.told import MAX_FENCES
 
 MERGE_STEP = 1024
 """Replicas that one step of a full report looks at: about 20 ms when all of them and their entries go."""
@@ -47,6 +48,8 @@ class Report(NamedTuple):
     nowhere: Sequence[bytes]
     dead: Sequence[bytes]
     full: Full | None
+    named: Sequence[bytes] = ()
+    """Whose names it asks for."""
 
 
 def check(report: Report) -> None:
@@ -54,10 +57,12 @@ def check(report: Report) -> None:
     full = report.full
     for what, count in (
         ("held", len(report.held)), ("nowhere", len(report.nowhere)), ("dead", len(report.dead)),
-        ("full", len(full.ids) if full else 0),
+        ("full", len(full.ids) if full else 0), ("name", len(report.named)),
     ):  # fmt: skip
         if count > MAX_BATCH:
             raise InvalidRequest(f"{count} {what} ids are too many for one report; at most {MAX_BATCH}")
+    if len(report.fences) > MAX_FENCES:
+        raise InvalidRequest(f"{len(report.fences)} fences are too many; at most {MAX_FENCES}")
     if full and any(not full.first <= block <= full.last for block in full.ids):
         raise InvalidRequest("a full piece holds an id outside of its range")
 
@@ -130,17 +135,25 @@ class Judged(NamedTuple):
     policies: Sequence[int] = ()
 
 
-def judge(reader: Reader, ids: Sequence[bytes], collects: bool) -> Judged:
-    """Without `collects` nothing is called dead (rule 16)."""
+def judge(
+    reader: Reader, cluster: Cluster, ids: Sequence[bytes], collects: bool, given_up: Collection[bytes] = ()
+) -> Judged:
+    """Without `collects` nothing is called dead (rule 16). `given_up`: those that their worker wants dead."""
     stored = reader.get_many(Cf.BLOCKS, ids) if ids else ()
     rows = [None if value is None else BLOCK.load(value) for value in stored]
-    return Judged([_verdict(row, collects) for row in rows], [row.policy if row else 0 for row in rows])
+    verdicts = [
+        Verdict.UNKNOWN if not collects and (row is None or row.dead) else _verdict(cluster, block, row, given_up)
+        for block, row in zip(ids, rows, strict=True)
+    ]
+    return Judged(verdicts, [row.policy if row else 0 for row in rows])
 
 
-def _verdict(row: BlockRow | None, collects: bool) -> Verdict:
-    if row is None or (row.dead and not collects):
-        return Verdict.UNKNOWN
-    return Verdict.DEAD if row.dead else Verdict.OWNED
+def _verdict(cluster: Cluster, block: bytes, row: BlockRow | None, given_up: Collection[bytes]) -> Verdict:
+    if row is not None:
+        return Verdict.DEAD if row.dead else Verdict.OWNED
+    # Without a row, and with the fence past it: it is as dead as it can be, though it never was in the books.
+    is_over = block in given_up and not cluster.publishable(*BlockId.unpack(block))
+    return Verdict.DEAD if is_over else Verdict.UNKNOWN
 
 
 def split_ids(packed: bytes) -> list[bytes]:

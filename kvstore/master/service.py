@@ -16,13 +16,14 @@ from kvstore.pb import master_pb2 as m
 from kvstore.pb import master_pb2_grpc
 from kvstore.rpc import entries
 from kvstore.rpc.metadata import Caller
-from kvstore.rpc.server import streaming, unary
+from kvstore.rpc.server import Admission, streaming, unary, vital
 from kvstore.runtime import Runtime
 
 
 class MasterService(master_pb2_grpc.MasterServicer):
     def __init__(self, master: Master, runtime: Runtime, metrics: MasterMetrics) -> None:
         self._master, self._runtime, self._metrics = master, runtime, metrics
+        self.admission = Admission()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         master_pb2_grpc.add_MasterServicer_to_server(self, server)
@@ -99,7 +100,7 @@ class MasterService(master_pb2_grpc.MasterServicer):
             cluster=master.cluster_id, sequence=master.committer.durable_sequence, files=counters.files,
             directories=counters.directories - 1, version=__version__, max_block_bytes=master.settings.max_block_bytes,
             nodes=[convert.node(node, master.nodes.live(node), now_s) for node in master.nodes],
-            lookups_found=master.lookups.found, lookups_not_found=master.lookups.not_found,
+            lookups_found=master.lookups.found, lookups_not_found=master.lookups.not_found, notice=master.notice,
         )  # fmt: skip
 
     @unary
@@ -107,7 +108,7 @@ class MasterService(master_pb2_grpc.MasterServicer):
         events, first = await self._master.events(request.after, request.limit)
         return m.EventsReply(events=[convert.event(e) for e in events], first_sequence=first)
 
-    @unary
+    @vital
     async def Register(self, request: m.RegisterRequest, caller: Caller) -> m.RegisterReply:
         node = await self._master.register(convert.registration(request))
         settings = self._master.settings
@@ -115,10 +116,11 @@ class MasterService(master_pb2_grpc.MasterServicer):
             cluster=self._master.cluster_id, sequence=self._master.committer.durable_sequence,
             next_report=node.row.next_report, tick_s=settings.tick_s, dead_ticks=settings.dead_ticks,
             max_block_bytes=settings.max_block_bytes, incarnation=self._master.incarnations.current,
-            rolled_back=not node.row.collects,
+            rolled_back=not node.row.collects, recovering=self._master.rebuild is not None,
+            recovered=node.row.collects and bool(node.row.recovered),
         )  # fmt: skip
 
-    @unary
+    @vital
     async def Heartbeat(self, request: m.HeartbeatRequest, caller: Caller) -> m.HeartbeatReply:
         orders = await self._master.heartbeat(convert.beat(request))
         master = self._master
@@ -126,7 +128,12 @@ class MasterService(master_pb2_grpc.MasterServicer):
             orders, master.cluster_id, master.committer.durable_sequence, master.incarnations.current
         )
 
-    @unary
+    @vital
+    async def Recover(self, request: m.RecoverRequest, caller: Caller) -> m.RecoverReply:
+        page = convert.claims_of(request)
+        return m.RecoverReply(wanted=await self._master.recover(request.node, request.boot, page, request.last))
+
+    @vital
     async def Report(self, request: m.ReportRequest, caller: Caller) -> m.ReportReply:
         answer = await self._master.report(convert.report(request))
         master = self._master

@@ -6,7 +6,7 @@ import msgspec
 
 from kvstore.core.errors import InvalidRequest
 from kvstore.core.types import U63_MAX, Entry
-from kvstore.master import journal, tree
+from kvstore.master import blocks, journal, tree
 from kvstore.master.change import Change
 from kvstore.master.records import PERMISSIONS
 from kvstore.master.tree import Live, Tree
@@ -31,5 +31,6 @@ def set_attributes(
         ctime_ns=change.now_ns,
     )
     tree.put(change, place, new)
+    blocks.renamed(change, new.block)
     journal.append(change, "setattr", *place, new.inode, new)
     return view.entry(place, new)

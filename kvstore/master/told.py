@@ -8,6 +8,7 @@ from typing import NamedTuple
 from kvstore.core.errors import InvalidRequest
 from kvstore.core.told import TierCounters, VolumeState, WorkerCounters
 from kvstore.core.types import TIERS, U63_MAX, Seen
+from kvstore.master.policies import MAX_POLICIES
 from kvstore.master.quotas import Held
 
 MAX_VOLUMES_PER_NODE = 256
@@ -33,6 +34,8 @@ class Registration(NamedTuple):
     fences: Mapping[int, int]
     seen: Sequence[Seen] = ()
     """Where in which history each of its volumes was last; none from a worker that never met an incarnation."""
+    minted: int = 0
+    """The next counter of its boot."""
 
 
 class Beat(NamedTuple):
@@ -54,7 +57,10 @@ def check_registration(new: Registration) -> None:
     """Raises InvalidRequest."""
     for what, text in (("node id", new.node), ("endpoint", new.endpoint)):
         if not text or len(text) > MAX_TEXT or not text.isprintable():
-            raise InvalidRequest(f"{text!r} is not a {what}: 1 to {MAX_TEXT} printable characters")
+            raise InvalidRequest(f"{text[:MAX_TEXT]!r} is not a {what}: 1 to {MAX_TEXT} printable characters")
+    for what, text in (("HTTP address", new.http), ("bulk address", new.bulk), ("version", new.version)):
+        if len(text) > MAX_TEXT or not text.isprintable():
+            raise InvalidRequest(f"{text[:MAX_TEXT]!r} is no {what}: at most {MAX_TEXT} printable characters")
     if not new.boot:
         raise InvalidRequest("a boot of 0 is not random")
     check_volumes(new.volumes)
@@ -62,6 +68,13 @@ def check_registration(new: Registration) -> None:
         raise InvalidRequest(f"{len(new.seen)} points of histories are too many; at most {MAX_SEEN}")
     if len(new.fences) > MAX_FENCES:
         raise InvalidRequest(f"{len(new.fences)} fences are too many; at most {MAX_FENCES}")
+
+
+def check_beat(beat: Beat) -> None:
+    """Raises InvalidRequest."""
+    check_volumes(beat.volumes)
+    if len(beat.policies) > 2 * MAX_POLICIES:  # those too that were taken away a moment ago
+        raise InvalidRequest(f"bytes of {len(beat.policies)} policies are too many; at most {2 * MAX_POLICIES}")
 
 
 def check_volumes(volumes: Sequence[VolumeState]) -> None:

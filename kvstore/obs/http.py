@@ -1,7 +1,7 @@
 """A small HTTP server for metrics and health on the process's own loop: GET and HEAD of fixed paths, one a connection.
 
-It trusts nobody: the request's head is bounded in size and time, the number of connections too, and bad input is
-answered 400. A body is never read. It has no thread and no dependencies.
+It trusts nobody: the request's head is bounded in size and time, the number of connections too (the oldest makes way
+for one more), and bad input is answered 400. A body is never read. It has no thread and no dependencies.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class HttpServer:
         self._routes = dict(routes)
         self._head_timeout_s = head_timeout_s
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        """In order of their arrival."""
 
     async def start(self, host: str, port: int) -> int:
         """Listen and return the port, which the kernel chose if it was 0. Raises OSError when it is taken."""
@@ -91,12 +92,11 @@ class HttpServer:
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # A plain function, so that the task is ours to bound and to cancel.
-        if len(self._tasks) >= MAX_CONNECTIONS:
-            writer.transport.abort()
-            return
+        if len(self._tasks) >= MAX_CONNECTIONS:  # those who say nothing must not keep a probe of our health out
+            self._tasks.pop(next(iter(self._tasks))).transport.abort()
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = writer
+        task.add_done_callback(lambda task: self._tasks.pop(task, None))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -756,6 +756,7 @@ class ClusterMapReply(_message.Message):
     MAX_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     LOOKUPS_FOUND_FIELD_NUMBER: _builtins.int
     LOOKUPS_NOT_FOUND_FIELD_NUMBER: _builtins.int
+    NOTICE_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     sequence: _builtins.int
     files: _builtins.int
@@ -767,6 +768,8 @@ class ClusterMapReply(_message.Message):
     """names looked up since the master started, and found"""
     lookups_not_found: _builtins.int
     """... for which there was no such name, or no live replica"""
+    notice: _builtins.str
+    """what people should know of the master now, one line; "" = nothing"""
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Node]: ...
     def __init__(
@@ -781,10 +784,11 @@ class ClusterMapReply(_message.Message):
         max_block_bytes: _builtins.int = ...,
         lookups_found: _builtins.int = ...,
         lookups_not_found: _builtins.int = ...,
+        notice: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "directories", b"directories", "files", b"files", "lookups_found", b"lookups_found", "lookups_not_found", b"lookups_not_found", "max_block_bytes", b"max_block_bytes", "nodes", b"nodes", "sequence", b"sequence", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "directories", b"directories", "files", b"files", "lookups_found", b"lookups_found", "lookups_not_found", b"lookups_not_found", "max_block_bytes", b"max_block_bytes", "nodes", b"nodes", "notice", b"notice", "sequence", b"sequence", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1107,6 +1111,7 @@ class RegisterRequest(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     FENCES_FIELD_NUMBER: _builtins.int
     SEEN_FIELD_NUMBER: _builtins.int
+    MINTED_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     boot: _builtins.int
     endpoint: _builtins.str
@@ -1117,6 +1122,8 @@ class RegisterRequest(_message.Message):
     sequence: _builtins.int
     """the highest durable one it has seen"""
     version: _builtins.str
+    minted: _builtins.int
+    """the next counter of `boot`: a lower one may have been published"""
     @_builtins.property
     def volumes(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Volume]: ...
     @_builtins.property
@@ -1139,10 +1146,11 @@ class RegisterRequest(_message.Message):
         version: _builtins.str = ...,
         fences: _abc.Iterable[Global___Fence] | None = ...,
         seen: _abc.Iterable[Global___Seen] | None = ...,
+        minted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "bulk", b"bulk", "cluster", b"cluster", "endpoint", b"endpoint", "fences", b"fences", "http", b"http", "node", b"node", "seen", b"seen", "sequence", b"sequence", "version", b"version", "volumes", b"volumes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "bulk", b"bulk", "cluster", b"cluster", "endpoint", b"endpoint", "fences", b"fences", "http", b"http", "minted", b"minted", "node", b"node", "seen", b"seen", "sequence", b"sequence", "version", b"version", "volumes", b"volumes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1160,6 +1168,8 @@ class RegisterReply(_message.Message):
     MAX_BLOCK_BYTES_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     ROLLED_BACK_FIELD_NUMBER: _builtins.int
+    RECOVERING_FIELD_NUMBER: _builtins.int
+    RECOVERED_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     sequence: _builtins.int
     next_report: _builtins.int
@@ -1170,6 +1180,10 @@ class RegisterReply(_message.Message):
     incarnation: _builtins.int
     rolled_back: _builtins.bool
     """the worker has seen what this database lacks: it collects nothing until an operator says so"""
+    recovering: _builtins.bool
+    """... and the master is about to take it from its workers, or to forget it"""
+    recovered: _builtins.bool
+    """that is done: the worker collects again"""
     def __init__(
         self,
         *,
@@ -1181,10 +1195,12 @@ class RegisterReply(_message.Message):
         max_block_bytes: _builtins.int = ...,
         incarnation: _builtins.int = ...,
         rolled_back: _builtins.bool = ...,
+        recovering: _builtins.bool = ...,
+        recovered: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "dead_ticks", b"dead_ticks", "incarnation", b"incarnation", "max_block_bytes", b"max_block_bytes", "next_report", b"next_report", "rolled_back", b"rolled_back", "sequence", b"sequence", "tick_s", b"tick_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "dead_ticks", b"dead_ticks", "incarnation", b"incarnation", "max_block_bytes", b"max_block_bytes", "next_report", b"next_report", "recovered", b"recovered", "recovering", b"recovering", "rolled_back", b"rolled_back", "sequence", b"sequence", "tick_s", b"tick_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1480,6 +1496,7 @@ class Command(_message.Message):
     FULL_REPORT_FIELD_NUMBER: _builtins.int
     UNLINK_FIELD_NUMBER: _builtins.int
     REPORT_AGAIN_FIELD_NUMBER: _builtins.int
+    SEND_NAMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def register(self) -> Global___Reregister: ...
     @_builtins.property
@@ -1488,6 +1505,8 @@ class Command(_message.Message):
     def unlink(self) -> Global___Unlink: ...
     @_builtins.property
     def report_again(self) -> Global___ReportAgain: ...
+    @_builtins.property
+    def send_names(self) -> Global___SendNames: ...
     def __init__(
         self,
         *,
@@ -1495,12 +1514,13 @@ class Command(_message.Message):
         full_report: Global___FullReport | None = ...,
         unlink: Global___Unlink | None = ...,
         report_again: Global___ReportAgain | None = ...,
+        send_names: Global___SendNames | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "full_report", b"full_report", "register", b"register", "report_again", b"report_again", "unlink", b"unlink"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "full_report", b"full_report", "register", b"register", "report_again", b"report_again", "send_names", b"send_names", "unlink", b"unlink"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "full_report", b"full_report", "register", b"register", "report_again", b"report_again", "unlink", b"unlink"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "full_report", b"full_report", "register", b"register", "report_again", b"report_again", "send_names", b"send_names", "unlink", b"unlink"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["register", "full_report", "unlink", "report_again"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["register", "full_report", "unlink", "report_again", "send_names"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -1508,7 +1528,7 @@ Global___Command: _TypeAlias = Command  # noqa: Y015
 
 @_typing.final
 class ReportAgain(_message.Message):
-    """They count for another policy by now: the reply to their next report says for which."""
+    """They have another name or count for another policy by now: the reply to their next report says which."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1542,6 +1562,23 @@ class Reregister(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reregister: _TypeAlias = Reregister  # noqa: Y015
+
+@_typing.final
+class SendNames(_message.Message):
+    """The master has lost names: send what is noted beside the blocks, all of it, by Recover. Said until that is done."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SendNames: _TypeAlias = SendNames  # noqa: Y015
 
 @_typing.final
 class FullReport(_message.Message):
@@ -1663,6 +1700,7 @@ class ReportRequest(_message.Message):
     NOWHERE_IDS_FIELD_NUMBER: _builtins.int
     DEAD_IDS_FIELD_NUMBER: _builtins.int
     FULL_FIELD_NUMBER: _builtins.int
+    NAME_IDS_FIELD_NUMBER: _builtins.int
     node: _builtins.str
     boot: _builtins.int
     number: _builtins.int
@@ -1672,6 +1710,8 @@ class ReportRequest(_message.Message):
     """X: nowhere on this node"""
     dead_ids: _builtins.bytes
     """unpublished and past its grace: make it dead (rule 11)"""
+    name_ids: _builtins.bytes
+    """whose names are wanted (rule 22)"""
     @_builtins.property
     def fences(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fence]: ...
     @_builtins.property
@@ -1695,10 +1735,11 @@ class ReportRequest(_message.Message):
         nowhere_ids: _builtins.bytes = ...,
         dead_ids: _builtins.bytes = ...,
         full: Global___FullPiece | None = ...,
+        name_ids: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["full", b"full"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "dead_ids", b"dead_ids", "fences", b"fences", "full", b"full", "held_ids", b"held_ids", "held_volume", b"held_volume", "node", b"node", "nowhere_ids", b"nowhere_ids", "number", b"number", "volumes", b"volumes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "dead_ids", b"dead_ids", "fences", b"fences", "full", b"full", "held_ids", b"held_ids", "held_volume", b"held_volume", "name_ids", b"name_ids", "node", b"node", "nowhere_ids", b"nowhere_ids", "number", b"number", "volumes", b"volumes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1750,12 +1791,16 @@ class ReportReply(_message.Message):
     FULL_POLICY_FIELD_NUMBER: _builtins.int
     COMMANDS_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
+    NAMES_SEQUENCE_FIELD_NUMBER: _builtins.int
     cluster: _builtins.str
     sequence: _builtins.int
     next_report: _builtins.int
     gap: _builtins.bool
     """not taken: send a full report, beginning with next_report"""
     incarnation: _builtins.int
+    names_sequence: _builtins.int
+    """as of which they are true"""
     @_builtins.property
     def held(self) -> _containers.RepeatedScalarFieldContainer[Global___Verdict.ValueType]:
         """per held id"""
@@ -1772,6 +1817,10 @@ class ReportReply(_message.Message):
     def full_policy(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def commands(self) -> _containers.RepeatedCompositeFieldContainer[Global___Command]: ...
+    @_builtins.property
+    def names(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockName]:
+        """of the name_ids that are owned"""
+
     def __init__(
         self,
         *,
@@ -1785,11 +1834,144 @@ class ReportReply(_message.Message):
         full_policy: _abc.Iterable[_builtins.int] | None = ...,
         commands: _abc.Iterable[Global___Command] | None = ...,
         incarnation: _builtins.int = ...,
+        names: _abc.Iterable[Global___BlockName] | None = ...,
+        names_sequence: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "commands", b"commands", "full", b"full", "full_policy", b"full_policy", "gap", b"gap", "held", b"held", "held_policy", b"held_policy", "incarnation", b"incarnation", "next_report", b"next_report", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cluster", b"cluster", "commands", b"commands", "full", b"full", "full_policy", b"full_policy", "gap", b"gap", "held", b"held", "held_policy", b"held_policy", "incarnation", b"incarnation", "names", b"names", "names_sequence", b"names_sequence", "next_report", b"next_report", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportReply: _TypeAlias = ReportReply  # noqa: Y015
+
+@_typing.final
+class BlockName(_message.Message):
+    """---- names for disaster recovery (rule 22) ----
+
+    Of the file that owns a block: what a worker notes beside it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    UID_FIELD_NUMBER: _builtins.int
+    GID_FIELD_NUMBER: _builtins.int
+    MTIME_NS_FIELD_NUMBER: _builtins.int
+    CTIME_NS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """into the request's name_ids"""
+    path: _builtins.str
+    """from the root, without a slash in front"""
+    mode: _builtins.int
+    """permission bits"""
+    uid: _builtins.int
+    gid: _builtins.int
+    mtime_ns: _builtins.int
+    ctime_ns: _builtins.int
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        path: _builtins.str = ...,
+        mode: _builtins.int = ...,
+        uid: _builtins.int = ...,
+        gid: _builtins.int = ...,
+        mtime_ns: _builtins.int = ...,
+        ctime_ns: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ctime_ns", b"ctime_ns", "gid", b"gid", "index", b"index", "mode", b"mode", "mtime_ns", b"mtime_ns", "path", b"path", "uid", b"uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockName: _TypeAlias = BlockName  # noqa: Y015
+
+@_typing.final
+class NotedBlock(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    VOLUME_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    NOTED_FIELD_NUMBER: _builtins.int
+    volume: _builtins.int
+    @_builtins.property
+    def address(self) -> _common_pb2.Address: ...
+    @_builtins.property
+    def name(self) -> Global___BlockName:
+        """absent: nothing is noted beside it"""
+
+    @_builtins.property
+    def noted(self) -> Global___Seen:
+        """when the name was true"""
+
+    def __init__(
+        self,
+        *,
+        address: _common_pb2.Address | None = ...,
+        volume: _builtins.int = ...,
+        name: Global___BlockName | None = ...,
+        noted: Global___Seen | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name", "noted", b"noted"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "name", b"name", "noted", b"noted", "volume", b"volume"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NotedBlock: _TypeAlias = NotedBlock  # noqa: Y015
+
+@_typing.final
+class RecoverRequest(_message.Message):
+    """A page of all blocks that a worker has, at most 1,024 and 8 MiB of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: _builtins.int
+    BOOT_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    node: _builtins.str
+    boot: _builtins.int
+    last: _builtins.bool
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___NotedBlock]: ...
+    def __init__(
+        self,
+        *,
+        node: _builtins.str = ...,
+        boot: _builtins.int = ...,
+        blocks: _abc.Iterable[Global___NotedBlock] | None = ...,
+        last: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "boot", b"boot", "last", b"last", "node", b"node"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecoverRequest: _TypeAlias = RecoverRequest  # noqa: Y015
+
+@_typing.final
+class RecoverReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WANTED_FIELD_NUMBER: _builtins.int
+    wanted: _builtins.bool
+    """false: no (more) names are asked for"""
+    def __init__(
+        self,
+        *,
+        wanted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecoverReply: _TypeAlias = RecoverReply  # noqa: Y015

@@ -120,6 +120,11 @@ class MasterStub(object):
                 request_serializer=kvstore_dot_pb_dot_master__pb2.ReportRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_master__pb2.ReportReply.FromString,
                 _registered_method=True)
+        self.Recover = channel.unary_unary(
+                '/kvstore.pb.Master/Recover',
+                request_serializer=kvstore_dot_pb_dot_master__pb2.RecoverRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_master__pb2.RecoverReply.FromString,
+                _registered_method=True)
 
 
 class MasterServicer(object):
@@ -227,6 +232,12 @@ class MasterServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Recover(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MasterServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -309,6 +320,11 @@ def add_MasterServicer_to_server(servicer, server):
                     servicer.Report,
                     request_deserializer=kvstore_dot_pb_dot_master__pb2.ReportRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_master__pb2.ReportReply.SerializeToString,
+            ),
+            'Recover': grpc.unary_unary_rpc_method_handler(
+                    servicer.Recover,
+                    request_deserializer=kvstore_dot_pb_dot_master__pb2.RecoverRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_master__pb2.RecoverReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -749,6 +765,33 @@ class Master(object):
             '/kvstore.pb.Master/Report',
             kvstore_dot_pb_dot_master__pb2.ReportRequest.SerializeToString,
             kvstore_dot_pb_dot_master__pb2.ReportReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Recover(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.pb.Master/Recover',
+            kvstore_dot_pb_dot_master__pb2.RecoverRequest.SerializeToString,
+            kvstore_dot_pb_dot_master__pb2.RecoverReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,7 @@ class MasterStub:
     Register: _grpc.UnaryUnaryMultiCallable[_master_pb2.RegisterRequest, _master_pb2.RegisterReply]
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_master_pb2.HeartbeatRequest, _master_pb2.HeartbeatReply]
     Report: _grpc.UnaryUnaryMultiCallable[_master_pb2.ReportRequest, _master_pb2.ReportReply]
+    Recover: _grpc.UnaryUnaryMultiCallable[_master_pb2.RecoverRequest, _master_pb2.RecoverReply]
 
 @_typing.type_check_only
 class MasterAsyncStub(MasterStub):
@@ -83,6 +84,7 @@ class MasterAsyncStub(MasterStub):
     Register: _aio.UnaryUnaryMultiCallable[_master_pb2.RegisterRequest, _master_pb2.RegisterReply]  # type: ignore[assignment]
     Heartbeat: _aio.UnaryUnaryMultiCallable[_master_pb2.HeartbeatRequest, _master_pb2.HeartbeatReply]  # type: ignore[assignment]
     Report: _aio.UnaryUnaryMultiCallable[_master_pb2.ReportRequest, _master_pb2.ReportReply]  # type: ignore[assignment]
+    Recover: _aio.UnaryUnaryMultiCallable[_master_pb2.RecoverRequest, _master_pb2.RecoverReply]  # type: ignore[assignment]
 
 class MasterServicer(metaclass=_abc_1.ABCMeta):
     """The master of a cluster: names, where blocks are, and which workers live.
@@ -204,5 +206,12 @@ class MasterServicer(metaclass=_abc_1.ABCMeta):
         request: _master_pb2.ReportRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_master_pb2.ReportReply, _abc.Awaitable[_master_pb2.ReportReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Recover(
+        self,
+        request: _master_pb2.RecoverRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_master_pb2.RecoverReply, _abc.Awaitable[_master_pb2.RecoverReply]]: ...
 
 def add_MasterServicer_to_server(servicer: MasterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

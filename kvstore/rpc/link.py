@@ -17,25 +17,11 @@ import grpc
 import grpc.aio
 
 from kvstore.core.errors import Unavailable
-from kvstore.core.limits import MAX_MESSAGE_BYTES, RECONNECT_BACKOFF_MS
 from kvstore.pb import worker_pb2 as w
 from kvstore.rpc.metadata import Caller
 from kvstore.rpc.methods import READ_PATH, WRITE_PATH, A, Method, Q
 from kvstore.rpc.status import from_rpc_error
-
-_initial, _min, _max = RECONNECT_BACKOFF_MS
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.initial_reconnect_backoff_ms", _initial),
-    ("grpc.min_reconnect_backoff_ms", _min),
-    ("grpc.max_reconnect_backoff_ms", _max),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.enable_retries", 0),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.use_local_subchannel_pool", 1),
-)
+from kvstore.rpc.transport import CHANNEL_OPTIONS, GRPC, Transport
 
 REPLACE_AFTER_S = 0.1
 """A channel younger than this had no fair chance yet: many threads that fail at once make one new channel."""
@@ -44,10 +30,10 @@ REPLACE_AFTER_S = 0.1
 class AsyncLink:
     """For asyncio. Make it on the loop that uses it."""
 
-    def __init__(self, endpoint: str, caller: Caller) -> None:
+    def __init__(self, endpoint: str, caller: Caller, transport: Transport = GRPC) -> None:
         self.endpoint = endpoint
         self._metadata = caller.to_metadata()
-        self._channel = grpc.aio.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+        self._channel = transport.channel(endpoint)
         self._calls: dict[str, Any] = {}
 
     def __repr__(self) -> str:

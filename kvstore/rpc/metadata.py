@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvstore.core.errors import InvalidRequest, Unsupported
+from kvstore.core.types import U64_MAX
 
 PROTOCOL_VERSION = 1
 
@@ -36,5 +37,7 @@ class Caller(NamedTuple):
             session = int(known.get("kvstore-session", "0"), 16)
         except ValueError:
             raise InvalidRequest("metadata kvstore-session is not a hex number") from None
+        if not 0 <= session <= U64_MAX:
+            raise InvalidRequest("metadata kvstore-session has more than 64 bits")
         get = known.get
         return cls(session, get("kvstore-node", ""), get("kvstore-cluster", ""), get("kvstore-request", ""))

@@ -36,6 +36,7 @@ LIST_POLICIES = Method("/kvstore.pb.Master/ListPolicies", m.ListPoliciesRequest,
 REGISTER = Method("/kvstore.pb.Master/Register", m.RegisterRequest, m.RegisterReply, True)
 HEARTBEAT = Method("/kvstore.pb.Master/Heartbeat", m.HeartbeatRequest, m.HeartbeatReply, True)
 REPORT = Method("/kvstore.pb.Master/Report", m.ReportRequest, m.ReportReply, False)
+RECOVER = Method("/kvstore.pb.Master/Recover", m.RecoverRequest, m.RecoverReply, True)
 WORKER_STAT = Method("/kvstore.pb.Worker/Stat", w.WorkerStatRequest, w.WorkerStatReply, True)
 WORKER_DESCRIBE = Method("/kvstore.pb.Worker/Describe", w.DescribeRequest, w.DescribeReply, True)
 

@@ -10,9 +10,11 @@ import grpc
 
 from kvstore.core import errors
 from kvstore.core.errors import KvError
+from kvstore.core.limits import RETRY_AFTER_S
 from kvstore.pb import common_pb2 as pb
 
 CODE_KEY, REASON_KEY, FAULT_KEY = "kvstore-code", "kvstore-reason", "kvstore-fault"
+RETRY_KEY = "kvstore-retry-ms"
 _S = grpc.StatusCode
 
 STATUS: dict[type[KvError], grpc.StatusCode] = {
@@ -53,6 +55,9 @@ _FOREIGN: dict[grpc.StatusCode, type[KvError]] = {
 }
 
 
+_TOO_LARGE: Final = re.compile("message larger than max", re.IGNORECASE)
+MAX_TOLD_BYTES: Final = 2000
+"""Of an error: names in it may be long."""
 MAX_DETAILS: Final = 200
 """Characters of a text of the transport that we do not know: some list every address and every attempt."""
 TROUBLES: Final = tuple(
@@ -73,21 +78,32 @@ TROUBLES: Final = tuple(
 def to_status(error: KvError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str], ...]]:
     """(status, details, trailing metadata) with which a server ends a call."""
     trailing = [(CODE_KEY, str(error.code)), (REASON_KEY, error.reason)]
-    if error.fault:
+    if error.fault and error.fault.isascii() and error.fault.isprintable():
         trailing.append((FAULT_KEY, error.fault))
-    return STATUS[type(error)], error.message, tuple(trailing)
+    if error.retry_after_s:
+        trailing.append((RETRY_KEY, str(round(1000 * error.retry_after_s))))
+    return STATUS[type(error)], _short(error.message), tuple(trailing)
 
 
 def from_rpc_error(error: Any, endpoint: str) -> KvError:
     """The KvError of a failed call (grpc.RpcError, sync or aio). `endpoint` is named in errors of the transport."""
     trailing = _trailing(error.trailing_metadata() or ())
     details = error.details() or ""
-    if CODE_KEY in trailing and trailing[CODE_KEY].isdecimal():
-        known = errors.from_wire(int(trailing[CODE_KEY]), details, trailing.get(REASON_KEY, ""))
+    if code := _number(trailing.get(CODE_KEY, "")):
+        known = errors.from_wire(code, details, trailing.get(REASON_KEY, ""))
         known.fault = trailing.get(FAULT_KEY)
+        known.retry_after_s = _number(trailing.get(RETRY_KEY, "")) / 1000
         return known
-    kind = _FOREIGN.get(error.code(), KvError)
-    return kind(f"{endpoint}: {plain(details) or error.code().name.lower()}", fault=endpoint)
+    return _foreign(error.code(), details, endpoint)
+
+
+def _foreign(code: grpc.StatusCode, details: str, endpoint: str) -> KvError:
+    """What gRPC itself says. It has one status for a server that is full and for a message that is too large."""
+    text = f"{endpoint}: {plain(details) or code.name.lower()}"
+    if code is _S.RESOURCE_EXHAUSTED and _TOO_LARGE.search(details):
+        return errors.TooLarge(text, fault=endpoint)
+    retry_after_s = RETRY_AFTER_S if code is _S.RESOURCE_EXHAUSTED else 0.0
+    return _FOREIGN.get(code, KvError)(text, fault=endpoint, retry_after_s=retry_after_s)
 
 
 def plain(details: str) -> str:
@@ -95,6 +111,17 @@ def plain(details: str) -> str:
     text = " ".join(details.split())
     known = next((words for pattern, words in TROUBLES if pattern.search(text)), None)
     return known or (text if len(text) <= MAX_DETAILS else f"{text[: MAX_DETAILS - 1]}…")
+
+
+def _number(text: str) -> int:
+    """0 for what is no number that a peer of ours sends."""
+    return int(text) if text.isdecimal() and len(text) < 10 else 0
+
+
+def _short(message: str) -> str:
+    """It travels in a header, with up to 3 bytes for each of its own: gRPC takes 8 KiB of them all."""
+    data = message.encode(errors="replace")
+    return message if len(data) <= MAX_TOLD_BYTES else data[:MAX_TOLD_BYTES].decode(errors="ignore") + "…"
 
 
 def _trailing(metadata: Iterable[tuple[str, str | bytes]]) -> dict[str, str]:

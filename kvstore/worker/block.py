@@ -45,6 +45,8 @@ class Block:
     """The nearest one that holds for its entry, as the master said; 0 = none."""
     pinned: bool = False
     """Never evicted: its pin holds on its volume (`Pins`)."""
+    noted: bool = False
+    """Its name stands beside its bytes, as far as this process knows (rule 22)."""
     shielded_until_s: float = 0.0
     """Served to a peer, which is about to name itself a replica (rule 12)."""
 

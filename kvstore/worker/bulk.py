@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from kvstore.core.errors import Corrupt, InvalidRequest, KvError, TooLarge
+from kvstore.core.errors import Corrupt, InvalidRequest, KvError, Timeout, TooLarge
 from kvstore.core.hashing import BlockHasher
-from kvstore.core.limits import FRAME_BYTES, fetch_timeout_s, open_timeout_s
+from kvstore.core.limits import FRAME_BYTES, STALL_TIMEOUT_S, fetch_timeout_s, open_timeout_s
 from kvstore.core.types import Replica
 from kvstore.pb import worker_pb2 as w
 from kvstore.rpc.entries import address_from_pb, address_to_pb
@@ -68,9 +68,9 @@ class Bulk:
     async def write(self, frames: AsyncIterator[bytes], caller: Caller) -> w.WriteReply:
         """The first frame is a WriteRequest, the others are the block's bytes. It belongs to the request's session.
 
-        Raises InvalidRequest, TooLarge, NoSpace, Corrupt when the bytes are not what the request said.
+        Raises InvalidRequest, TooLarge, NoSpace, Timeout, Corrupt when the bytes are not what the request said.
         """
-        request = _parse(w.WriteRequest, await anext(frames, b""))
+        request = _parse(w.WriteRequest, await _next(frames) or b"")
         session = request.session or caller.session
         if not session:
             raise InvalidRequest("a write names its session")
@@ -88,10 +88,11 @@ class Bulk:
         async with self._staging.private(request.length_bytes) as (staged, sink):
             sink.guard = partial(self._store.despite_full_disk, staged.volume)
             try:
-                async for frame in frames:
+                while (frame := await _next(frames)) is not None:
                     if sink.length_bytes + len(frame) > request.length_bytes:
                         raise InvalidRequest(f"more than the {request.length_bytes} bytes that were announced")
                     await sink.write(frame)
+                state = sink.state()
             except OSError as error:
                 raise self._store.explain(staged.volume, error, "writing a block") from None
             if sink.length_bytes != request.length_bytes:
@@ -99,7 +100,7 @@ class Bulk:
             digest = sink.digest()
             if digest != request.hash:
                 raise Corrupt("the bytes that arrived differ from their hash; send them again")
-            block = await self._sealer.install(staged, session, digest, request.length_bytes, sink.state())
+            block = await self._sealer.install(staged, session, digest, request.length_bytes, state)
         return w.WriteReply(address=address_to_pb(block.address), volume=block.volume.id)
 
 
@@ -145,6 +146,15 @@ class _Reader:
         if self._hasher is not None:
             self._hasher.update(frame)
         return frame
+
+
+async def _next(frames: AsyncIterator[bytes]) -> bytes | None:
+    """The next frame, None at the end. Raises Timeout when the sender has stopped in the middle."""
+    try:
+        async with asyncio.timeout(STALL_TIMEOUT_S):
+            return await anext(frames, None)
+    except TimeoutError:
+        raise Timeout(f"no frame came for {STALL_TIMEOUT_S:g} s; send the block again") from None
 
 
 def _parse(kind: type[M], data: bytes) -> M:

@@ -87,6 +87,10 @@ class Counters:
     fetched_bytes: int = 0
     """Of blocks that were brought from a peer and kept."""
     corruptions: int = 0
+    scrubbed_blocks: int = 0
+    scrubbed_bytes: int = 0
+    scrub_corruptions: int = 0
+    """Those of the corruptions that the scrubber found: nobody had come for them."""
     tiers: dict[str, TierCounters] = dataclasses.field(default_factory=lambda: {tier: TierCounters() for tier in TIERS})
 
     def hit(self, tier: str) -> None:

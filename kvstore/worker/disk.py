@@ -180,6 +180,18 @@ class Disk:
         self.write(target, data, offset)
         return len(data)
 
+    def attribute(self, path: str, name: str) -> bytes | None:
+        """An extended attribute; None when the file has none of this name."""
+        try:
+            return os.getxattr(path, name, follow_symlinks=False)
+        except OSError as error:
+            if error.errno != errno.ENODATA:
+                raise
+            return None
+
+    def set_attribute(self, path: str, name: str, value: bytes) -> None:
+        os.setxattr(path, name, value, follow_symlinks=False)
+
     def replace_durably(self, path: str, data: bytes) -> None:
         """Put a small file in place of another: after a crash the old one or the new one is there."""
         temporary = f"{path}.new"

@@ -109,11 +109,9 @@ class Evictor:
         """Say that they are nowhere, await the reply, unlink. Without a master the cap still holds: unlink, report
         later.
         """
-        going = [block for block in blocks if not block.leaving and self._store.get(block.id) is block]
+        going = self._leaving(blocks)
         if not going:
             return 0
-        for block in going:
-            block.leaving = True
         for block in going:
             self._store.heat.evicted(block)
         await self._announce([block.id for block in going])
@@ -121,10 +119,16 @@ class Evictor:
 
     async def drop(self, blocks: Sequence[Block], reason: Reason = Reason.REMOVED) -> int:
         """Unlink blocks that are dead; the next report says so."""
-        going = [block for block in blocks if not block.leaving and self._store.get(block.id) is block]
-        for block in going:
-            block.leaving = True
-        return await self._drop(going, reason)
+        return await self._drop(self._leaving(blocks), reason)
+
+    def _leaving(self, blocks: Iterable[Block]) -> list[Block]:
+        """Those that go from now on, each once: a report may hold a block twice, as changed and in a full piece."""
+        going = []
+        for block in blocks:
+            if not block.leaving and self._store.get(block.id) is block:
+                block.leaving = True
+                going.append(block)
+        return going
 
     async def unlink_left(self, path: str, volume: Volume, used_bytes: int) -> None:
         """Unlink a file whose bytes are in the volume's books as a block's, and which is none any more."""

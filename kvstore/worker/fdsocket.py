@@ -20,7 +20,14 @@ from typing import NamedTuple, Protocol
 
 from kvstore.core import sockproto as sp
 from kvstore.core.errors import Denied, InvalidRequest, KvError, Overloaded
-from kvstore.core.limits import MAX_SOCKET_CLIENTS, MAX_SOCKET_MESSAGE_BYTES
+from kvstore.core.limits import (
+    HELLO_TIMEOUT_S,
+    MAX_QUEUED_FDS,
+    MAX_SOCKET_CLIENTS,
+    MAX_SOCKET_MESSAGE_BYTES,
+    RETRY_AFTER_S,
+    STALL_TIMEOUT_S,
+)
 
 log = logging.getLogger(__name__)
 MAX_OUTSTANDING = 64
@@ -45,7 +52,8 @@ class Handler(Protocol):
     def hello(self, hello: sp.Hello) -> sp.HelloReply:
         """Raises KvError for who is not welcome."""
 
-    def enter(self, session: int) -> None: ...
+    def enter(self, session: int) -> None:
+        """Raises Overloaded."""
 
     def leave(self, session: int) -> None: ...
 
@@ -62,6 +70,7 @@ class _Connection:
     outstanding  requests without an answer on its way
     queue        answers that did not fit into the socket
     closing      no further request is read; ends when the queue is empty
+    limit        ends it: no hello came in time, or nobody reads its answers
     """
 
     def __init__(self, server: FdServer, sock: socket.socket) -> None:
@@ -72,6 +81,7 @@ class _Connection:
         self._queue: collections.deque[tuple[bytes, Sequence[int]]] = collections.deque()
         self._reading = self._closing = self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._limit: asyncio.TimerHandle | None = self._loop.call_later(HELLO_TIMEOUT_S, self.close)
         self._read_on()
 
     def close(self) -> None:
@@ -79,10 +89,12 @@ class _Connection:
         if self._closed:
             return
         self._closed = True
+        self._unlimit()
         self._loop.remove_reader(self._fd)
         self._loop.remove_writer(self._fd)
         self._sock.close()
         for _, fds in self._queue:
+            self._server.queued_fds -= len(fds)
             close_all(fds)
         self._queue.clear()
         self._server.closed(self, self._session)
@@ -141,11 +153,12 @@ class _Connection:
             if self._session is not None:
                 raise InvalidRequest("a connection has one hello")
             reply = self._server.handler.hello(hello)
+            self._server.handler.enter(hello.session)
         except KvError as error:
             self._last_word(request_id, error)
             return
+        self._unlimit()
         self._session = hello.session
-        self._server.handler.enter(hello.session)
         self._send(sp.encode_reply(request_id, reply), ())
 
     def _serve(self, request_id: int, session: int, request: sp.Request) -> None:
@@ -185,14 +198,24 @@ class _Connection:
         if self._closed:
             close_all(fds)
             return
+        if fds and self._server.queued_fds + len(fds) > MAX_QUEUED_FDS:
+            close_all(fds)
+            data, fds = _overloaded(data, "too many fds wait for clients that do not read their answers"), ()
         self._queue.append((data, fds))
+        self._server.queued_fds += len(fds)
         if len(self._queue) == 1:
             self._flush()
         self._after_send()
 
     def _writable(self) -> None:
+        self._unlimit()
         self._flush()
         self._after_send()
+
+    def _unlimit(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+            self._limit = None
 
     def _after_send(self) -> None:
         if self._closed:
@@ -210,27 +233,36 @@ class _Connection:
                 self._sock.sendmsg([data], _ancillary(fds))
             except BlockingIOError:
                 self._loop.add_writer(self._fd, self._writable)
+                self._limit = self._limit or self._loop.call_later(STALL_TIMEOUT_S, self.close)
                 return
             except OSError as error:
                 if error.errno != errno.ETOOMANYREFS:
                     self.close()
                     return
                 # Fds in flight to this user's processes are at their limit: it must read first.
-                close_all(fds)
-                self._queue[0] = (_overloaded(data), ())
+                self._drop_fds(fds)
+                reason = "too many fds are on their way to your processes; read your answers"
+                self._queue[0] = (_overloaded(data, reason), ())
                 continue
             self._queue.popleft()
-            close_all(fds)  # our own copy: whoever holds the block is found out by its leases
+            self._drop_fds(fds)  # our own copy: whoever holds the block is found out by its leases
         self._loop.remove_writer(self._fd)
+
+    def _drop_fds(self, fds: Sequence[int]) -> None:
+        self._server.queued_fds -= len(fds)
+        close_all(fds)
 
 
 class FdServer:
-    """Listens on `path`; a socket that an earlier worker left is replaced in one step."""
+    """Listens on `path`; a socket that an earlier worker left is replaced in one step. `queued_fds`: in answers that
+    are not sent yet.
+    """
 
     def __init__(self, path: str, mode: int, handler: Handler) -> None:
         self.path, self.handler = path, handler
         self._mode = mode
         self._connections: set[_Connection] = set()
+        self.queued_fds = 0
         self._sock: socket.socket | None = None
         self._inode = 0
         self._resuming: asyncio.TimerHandle | None = None
@@ -298,7 +330,8 @@ class FdServer:
 
 def refuse(sock: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        sock.send(sp.encode_error(0, Overloaded(f"the worker has {MAX_SOCKET_CLIENTS} clients already; retry later")))
+        reason = f"the worker has {MAX_SOCKET_CLIENTS} clients already; retry later"
+        sock.send(sp.encode_error(0, Overloaded(reason, retry_after_s=RETRY_AFTER_S)))
     sock.close()
 
 
@@ -319,7 +352,7 @@ def _received_fds(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
     return fds.tolist()
 
 
-def _overloaded(data: bytes) -> bytes:
+def _overloaded(data: bytes, reason: str) -> bytes:
     """The error answer in place of an answer whose fds cannot be sent."""
     request_id, _ = sp.decode_reply(data)
-    return sp.encode_error(request_id, Overloaded("too many fds are on their way to your processes; read your answers"))
+    return sp.encode_error(request_id, Overloaded(reason, retry_after_s=RETRY_AFTER_S))

@@ -51,6 +51,11 @@ class Fences:
         return block.counter in self._pending.get(block.boot, ())
 
     @property
+    def next_counter(self) -> int:
+        """Of the running boot: no block has it yet."""
+        return self._next
+
+    @property
     def count(self) -> int:
         return sum(map(len, self._pending.values()))
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 
 from kvstore.core.errors import Corrupt, KvError, NoSpace, NotFound, Overloaded, Stale, Timeout, Unavailable
-from kvstore.core.limits import CONNECT_TIMEOUT_S, MIB, fetch_timeout_s, open_timeout_s
+from kvstore.core.limits import CONNECT_TIMEOUT_S, MAX_FETCHES, MIB, RETRY_AFTER_S, fetch_timeout_s, open_timeout_s
 from kvstore.core.types import Address, Replica
 from kvstore.pb import worker_pb2 as w
 from kvstore.rpc.entries import address_to_pb
@@ -84,6 +84,11 @@ class Fetcher:
                 self._release(flight, address)
 
     def _start(self, address: Address, replicas: Sequence[Replica]) -> _Flight:
+        """Raises Overloaded."""
+        if len(self._flights) >= MAX_FETCHES:
+            raise Overloaded(
+                f"{MAX_FETCHES} blocks are being fetched here; retry, or read it remotely", retry_after_s=RETRY_AFTER_S
+            )
         flight = self._flights[address] = _Flight(self._background.spawn(self._run(address, replicas)))
         flight.task.add_done_callback(lambda _: self._landed(flight, address))
         return flight
@@ -165,7 +170,8 @@ class Fetcher:
     async def _receive_to_scratch(self, peer: Peer, address: Address) -> int:
         if self._scratch_bytes + address.length_bytes > SCRATCH_BYTES:
             raise Overloaded(
-                f"{address}: no room to keep it, and the scratch share is in use; retry, or read it remotely"
+                f"{address}: no room to keep it, and the scratch share is in use; retry, or read it remotely",
+                retry_after_s=RETRY_AFTER_S,
             )
         self._scratch_bytes += address.length_bytes
         try:

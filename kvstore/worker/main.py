@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import resource
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from kvstore.obs import notify
 from kvstore.obs.http import HttpServer, Route, health_routes
 from kvstore.obs.http import serve as http_serve
 from kvstore.obs.metrics import Metrics
-from kvstore.runtime import SystemRuntime
+from kvstore.runtime import SystemRuntime, raise_fd_limit
 from kvstore.worker import metrics as worker_metrics
 from kvstore.worker.disk import Disk
 from kvstore.worker.opening import open_volumes, start_error
@@ -27,7 +26,6 @@ from kvstore.worker.worker import Worker
 log = logging.getLogger(__name__)
 JOIN_WAIT_S = 2.0
 """Ready means that puts and gets work; without a master we say so all the same after this long."""
-FD_LIMIT = 1 << 20
 
 
 def run(config: Config, *, accept_rollback: bool = False) -> None:
@@ -113,14 +111,6 @@ def _on_signals() -> asyncio.Event:
     return stopped
 
 
-def raise_fd_limit() -> None:
-    """Each client that has a block open in flight, and each evicted block somebody holds, costs one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = FD_LIMIT if hard == resource.RLIM_INFINITY else min(FD_LIMIT, hard)
-    if soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def settings_of(config: WorkerConfig, accept_rollback: bool = False) -> Settings:
     """Configuration → what a worker needs. Raises InvalidRequest."""
     return Settings(
@@ -142,6 +132,8 @@ def settings_of(config: WorkerConfig, accept_rollback: bool = False) -> Settings
         move_bytes_per_s=float(config.move_bytes_per_s),
         moves_at_a_time=config.moves_at_a_time,
         pin_share=config.pin_share,
+        scrub_bytes_per_s=float(config.scrub_bytes_per_s),
+        scrub_interval_s=config.scrub_interval_s,
     )
 
 

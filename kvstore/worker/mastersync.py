@@ -11,16 +11,19 @@ from kvstore.core.errors import KvError
 from kvstore.core.limits import MAX_BLOCK_BYTES
 from kvstore.core.types import BlockId
 from kvstore.pb import master_pb2 as m
-from kvstore.rpc.failover import AsyncFailover, Failover
+from kvstore.rpc.failover import AsyncFailover
 from kvstore.rpc.metadata import Caller
+from kvstore.rpc.transport import Transport
 from kvstore.worker import told
 from kvstore.worker.background import Background
 from kvstore.worker.block import Block
 from kvstore.worker.counters import Reason
 from kvstore.worker.evict import Evictor
-from kvstore.worker.heartbeat import Heart
+from kvstore.worker.heartbeat import Heart, MakeNerve
 from kvstore.worker.membership import Membership
+from kvstore.worker.names import Names
 from kvstore.worker.policies import Policies
+from kvstore.worker.recover import Recovery
 from kvstore.worker.report import Judged, Reporter
 from kvstore.worker.sessions import Sessions
 from kvstore.worker.settings import Settings
@@ -47,17 +50,22 @@ class MasterSync:
         policies: Policies,
         background: Background,
         caller: Callable[[], Caller],
+        transport: Transport,
+        nerve: MakeNerve,
+        names: Names,
     ) -> None:
         self._settings, self._store, self._membership = settings, store, membership
         self._sessions, self._staging, self._evictor = sessions, staging, evictor
-        self._policies, self._background, self._caller = policies, background, caller
+        self._policies, self._background, self._caller, self._nerve = policies, background, caller, nerve
+        self._names = names
         self.joined = asyncio.Event()
         self.refused: asyncio.Future[KvError] = asyncio.get_running_loop().create_future()
         self._endpoint = ""
-        self._report_link = AsyncFailover(settings.master, caller())
+        self._report_link = AsyncFailover(settings.master, caller(), transport)
         self._reporter = Reporter(
             settings.node, store, self._report_link, self, settings.full_report_s, store.runtime.monotonic_s
         )
+        self._recovery = Recovery(settings.node, store, names.disk, self._report_link, background)
         self._heart: Heart | None = None
 
     def join(self, endpoint: str) -> None:
@@ -65,7 +73,7 @@ class MasterSync:
         fences must know what may still be published.
         """
         self._endpoint = endpoint
-        self._heart = Heart(self, Failover(self._settings.master, self._caller()))
+        self._heart = Heart(self, self._nerve(self._settings.master, self._caller()))
         self._heart.start()
 
     async def report(self) -> None:
@@ -124,6 +132,7 @@ class MasterSync:
             version=__version__,
             fences=[m.Fence(boot=boot, counter=counter) for boot, counter in self._store.fences],
             seen=[m.Seen(incarnation=seen.incarnation, sequence=seen.sequence) for seen in self._membership.seen],
+            minted=self._store.fences.next_counter,
         )
 
     def on_registered(self, reply: m.RegisterReply, known_sequence: int) -> None:
@@ -133,6 +142,7 @@ class MasterSync:
                 "registered as %s with cluster %s at sequence %d", self._settings.node, reply.cluster, reply.sequence
             )
             self._reporter.registered(reply.next_report)
+            self._names.want_all()  # files may have been renamed while nobody could tell us
             self.joined.set()
 
     def on_beat(self, reply: m.HeartbeatReply, known_sequence: int) -> None:
@@ -181,6 +191,12 @@ class MasterSync:
         if self._meet(reply, known_sequence):
             self._obey(reply.commands)
 
+    def names_to_ask(self, held: Sequence[BlockId]) -> list[BlockId]:
+        return self._names.take(held)
+
+    def on_names(self, asked: Sequence[BlockId], reply: m.ReportReply | None) -> None:
+        self._names.on_reply(asked, reply)
+
     # ---- the rest
 
     def _remove(self, dead: Sequence[Block], leftover: Sequence[Block]) -> None:
@@ -205,8 +221,9 @@ class MasterSync:
             return True
         try:
             self._membership.registered(
-                reply.incarnation, reply.cluster, reply.sequence, known, rolled_back=reply.rolled_back
-            )
+                reply.incarnation, reply.cluster, reply.sequence, known,
+                rolled_back=reply.rolled_back, recovering=reply.recovering, recovered=reply.recovered,
+            )  # fmt: skip
         except KvError as error:
             self.on_refused(error)
             return False
@@ -237,6 +254,9 @@ class MasterSync:
                 case "report_again":
                     for block in unpacked(command.report_again.block_ids):
                         self._store.on_change(block)
+                        self._names.want(block)
+                case "send_names":
+                    self._recovery.start()
 
     def _register_again(self) -> None:
         if self._heart:

@@ -46,7 +46,8 @@ class Membership:
         )
         if self.rolled_back:
             log.error(
-                "the master was rolled back earlier: nothing is collected by its word (--accept-rollback ends this)"
+                "the master was rolled back earlier: nothing is collected by its word (the master's --rebuild or "
+                "--discard ends this, or --accept-rollback for this worker alone)"
             )
 
     @property
@@ -69,12 +70,17 @@ class Membership:
         """Whether a reply comes from the start of the master that has registered us; 0 is of one that does not say."""
         return incarnation in (0, self.judge)
 
-    def registered(self, incarnation: int, cluster: str, sequence: int, known: int, *, rolled_back: bool) -> None:
+    def registered(
+        self, incarnation: int, cluster: str, sequence: int, known: int, *,
+        rolled_back: bool, recovering: bool = False, recovered: bool = False,
+    ) -> None:  # fmt: skip
         """The reply to a registration. Raises Denied like `meet`."""
-        if rolled_back and not self.rolled_back:
-            self._distrust("lacks what this worker has seen of it")
+        if recovered:
+            self._trust()
+        elif rolled_back and not self.rolled_back:
+            self._distrust("lacks what this worker has seen of it", is_mended=recovering)
         self.judge = incarnation
-        self.meet(cluster, sequence, known)
+        self.meet(cluster, sequence, 0 if recovered else known)
 
     def meet(self, cluster: str, sequence: int, known: int) -> None:
         """A reply of the master; `known` is what `sequence` here was when the request left. Raises Denied for a
@@ -83,7 +89,8 @@ class Membership:
         if cluster != self.cluster and self.cluster:
             raise Denied(
                 f"the master belongs to cluster {cluster or '(none)'}, this worker's blocks to {self.cluster}: "
-                "point the worker at its own master, or empty its volumes"
+                "point the worker at its own master; if that has lost its disk, start it on an empty directory with "
+                "--rebuild (the names come back) or --discard (they are forgotten)"
             )
         self.cluster = cluster
         if sequence < known and not self.rolled_back:
@@ -92,13 +99,23 @@ class Membership:
             self.sequence = max(self.sequence, sequence)
             self._at = Seen(self.judge, self.sequence)
 
-    def _distrust(self, why: str) -> None:
-        log.error(
-            "the master %s: it lost state. Nothing is collected from now on; restore its data, or start the worker "
-            "with --accept-rollback",
-            why,
-        )
+    def _distrust(self, why: str, *, is_mended: bool = False) -> None:
+        """`is_mended`: the master is about to do what the operator has said."""
+        if is_mended:
+            log.warning("the master %s, and takes it from its workers now: nothing is collected until then", why)
+        else:
+            log.error(
+                "the master %s: it lost state. Nothing is collected from now on; restore its data, or start it with "
+                "--rebuild (the names come back) or --discard (what it does not know goes)",
+                why,
+            )
         self.rolled_back = True
+
+    def _trust(self) -> None:
+        """An operator has had the master take in, or forget, what it lacked."""
+        if self.rolled_back:
+            log.info("the master has been made whole: what it does not know is collected again")
+        self.rolled_back, self.sequence = False, 0
 
     async def save(self, runtime: Runtime, store: Store, fences: Fences) -> None:
         """Bring the identities of all volumes up to date, durably."""

@@ -22,9 +22,11 @@ def watch(metrics: Metrics, worker: Worker) -> None:
     _watch_volumes(metrics, worker)
     _count_reads(metrics, worker)
     _count_tiers(metrics, worker)
+    _count_scrubs(metrics, worker)
     store, staging, sessions = worker.store, worker.staging, worker.sessions
     metrics.watch("worker_unowned_blocks", "Blocks nobody published yet", lambda: len(store.unowned))
     metrics.watch("worker_staging_files", "Files being written", lambda: len(staging))
+    _count_names(metrics, worker)
     metrics.watch("worker_sessions", "Sessions with a connection", lambda: len(sessions))
 
 
@@ -89,6 +91,23 @@ def _count_tiers(metrics: Metrics, worker: Worker) -> None:
     pinned, without = now(lambda t: t.pinned_bytes), now(lambda t: t.unpinned_bytes)
     metrics.watch_many("worker_pinned_bytes", "Bytes of blocks that are never evicted", ("tier",), pinned)
     metrics.watch_many("worker_unpinned_bytes", "Bytes of blocks whose pin has no effect", ("tier",), without)
+
+
+def _count_names(metrics: Metrics, worker: Worker) -> None:
+    names = worker.names
+
+    def outcomes() -> Iterable[Sample]:
+        return [((outcome,), float(n)) for outcome, n in (("noted", names.noted), *names.failed.items())]
+
+    metrics.count_many("worker_names", "Names noted beside blocks, or why not", ("outcome",), outcomes)
+
+
+def _count_scrubs(metrics: Metrics, worker: Worker) -> None:
+    counters, age = worker.counters, lambda: worker.scrubber.oldest_age_s
+    metrics.count("worker_scrubbed_blocks", "Blocks read again to find damage", lambda: counters.scrubbed_blocks)
+    metrics.count("worker_scrubbed_bytes", "Bytes of blocks read so", lambda: counters.scrubbed_bytes)
+    metrics.count("worker_scrub_corrupt_blocks", "Damage found so", lambda: counters.scrub_corruptions)
+    metrics.watch("worker_scrub_oldest_age_seconds", "Since all blocks were read so, at most", age)
 
 
 def _tiers(worker: Worker) -> list[tuple[str, TierCounters]]:

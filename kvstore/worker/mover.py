@@ -16,20 +16,21 @@ from functools import partial
 from typing import Final, NamedTuple, TypeVar
 
 from kvstore.core import mover as core
-from kvstore.core.errors import Corrupt, KvError, NoSpace
+from kvstore.core.errors import Corrupt, KvError, NoSpace, NotFound, Unavailable
 from kvstore.core.limits import MIB
 from kvstore.core.types import TIERS, BlockId
 from kvstore.runtime import P, Runtime
 from kvstore.worker.background import Background
 from kvstore.worker.block import Block
 from kvstore.worker.counters import Reason
-from kvstore.worker.disk import Disk
+from kvstore.worker.disk import Disk, NotAFile
 from kvstore.worker.evict import Evictor
+from kvstore.worker.names import Names
 from kvstore.worker.seal import Sealer
 from kvstore.worker.sink import Sink
 from kvstore.worker.staging import Staging
 from kvstore.worker.store import Store
-from kvstore.worker.verify import Verifier
+from kvstore.worker.verify import FILE_ERRNOS, Damaged, Verifier
 from kvstore.worker.volume import Volume
 
 log = logging.getLogger(__name__)
@@ -87,10 +88,11 @@ class Mover:
 
     def __init__(
         self, store: Store, disk: Disk, staging: Staging, sealer: Sealer, evictor: Evictor, verifier: Verifier,
-        background: Background, pace: Pace,
+        background: Background, pace: Pace, names: Names,
     ) -> None:  # fmt: skip
         self._store, self._disk, self._staging, self._sealer = store, disk, staging, sealer
         self._evictor, self._verifier, self._background, self._pace = evictor, verifier, background, pace
+        self._names = names
         self._candidates: dict[BlockId, None] = {}
         self._next_s = 0.0
         self._wake, self._filled = asyncio.Event(), asyncio.Event()
@@ -99,7 +101,8 @@ class Mover:
 
     def touched(self, block: Block) -> None:
         """Somebody used it."""
-        if block.volume.tier != self._store.in_service[0].tier:
+        fastest = next(iter(self._store.in_service), None)  # none when every drive has failed meanwhile
+        if fastest is not None and block.volume.tier != fastest.tier:
             self._candidates.pop(block.id, None)
             self._candidates[block.id] = None
             if len(self._candidates) > MAX_CANDIDATES:
@@ -203,11 +206,14 @@ class Mover:
             async with self._staging.private_on(target, block.address.length_bytes) as (staged, sink):
                 sink.guard = partial(self._store.despite_full_disk, target)
                 await self._copy(block, target, sink, is_awaited)
+                await self._names.carry(block, staged.path)
                 path, volume = await self._sealer.move_in(block, staged, sink.state())
             await self._evictor.unlink_left(path, volume, block.used_bytes)
             return self._count(block, move)
         except NoSpace:
             pass  # others were quicker: the next plan sees what is left
+        except (Corrupt, NotFound):
+            pass  # the block is damaged or gone, or its volume is: whoever found that has said so
         except (KvError, OSError) as error:
             log.warning("%s was not moved to %s: %s", block.path, target.path, error)
         finally:
@@ -228,29 +234,44 @@ class Mover:
         return move.size_bytes
 
     async def _copy(self, block: Block, target: Volume, sink: Sink, is_awaited: bool) -> None:
-        """Its bytes into the sink. Raises Corrupt when they are not what its name says, and what `Store.explain` makes
-        of either disk's errors.
+        """Its bytes into the sink. Raises Corrupt when they are not what its name says, NotFound when the file is gone,
+        and what `Store.explain` makes of either disk's errors.
         """
+        try:
+            await self._copy_file(block, target, sink, is_awaited)
+        except Damaged as doubt:
+            await self._verifier.verify(block)  # it goes to quarantine, unless somebody was just writing there
+            raise Unavailable(f"{doubt}, and is as it should be now") from None
+
+    async def _copy_file(self, block: Block, target: Volume, sink: Sink, is_awaited: bool) -> None:
+        """Raises Damaged when the file seems to be something else than the block."""
+        length_bytes = block.address.length_bytes
         fd = await self._read(block, self._disk.open_read, block.path)
         try:
-            while left_bytes := block.address.length_bytes - sink.length_bytes:
+            if (await self._read(block, self._disk.fstat, fd)).size_bytes != length_bytes:
+                raise Damaged("it had another length than its name says")
+            while left_bytes := length_bytes - sink.length_bytes:
                 size = min(PIECE_BYTES, left_bytes)
                 await self._wait_for_pace(size, is_awaited)
                 piece = await self._read(block, self._disk.read, fd, size, sink.length_bytes)
                 if not piece:
-                    break
+                    raise Damaged("it became shorter while it was read")
                 await self._write(target, sink, piece)
         finally:
             self._disk.close(fd)
-        if sink.length_bytes != block.address.length_bytes or sink.digest() != block.address.hash:
-            await self._verifier.verify(block)  # it goes to quarantine, unless somebody was just writing there
-            raise Corrupt(f"{block.address}: other bytes than its hash says were read")
+        if sink.digest() != block.address.hash:
+            raise Damaged("other bytes than its hash says were read")
 
     async def _read(self, block: Block, read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Raises Damaged when it is this file that cannot be read, and not its drive."""
         volume = block.volume
         try:
             return await self._store.runtime.in_thread(read, *args, **kwargs)
+        except (NotAFile, FileNotFoundError) as error:
+            raise Damaged(f"there was no such file: {error.strerror}") from None
         except OSError as error:
+            if error.errno in FILE_ERRNOS:
+                raise Damaged(f"it could not be read: {error.strerror}") from None
             raise self._store.explain(volume, error, "reading a block to move it") from None
 
     async def _write(self, target: Volume, sink: Sink, piece: bytes) -> None:

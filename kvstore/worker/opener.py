@@ -103,10 +103,19 @@ class Opener:
         raise Unavailable(f"{block.path}: changes while it is read; find out who writes there")
 
     async def _open_file(self, block: Block) -> int | None:
+        opening = asyncio.ensure_future(self._store.runtime.in_thread(self._disk.open_read, block.path))
         try:
-            return await self._store.runtime.in_thread(self._disk.open_read, block.path)
+            return await asyncio.shield(opening)
         except OSError:
             return None  # verifying finds out what it was
+        except asyncio.CancelledError:
+            opening.add_done_callback(self._close_unclaimed)
+            raise
+
+    def _close_unclaimed(self, opening: asyncio.Future[int]) -> None:
+        """The caller's time was over while a thread opened the file: nobody else would ever close it."""
+        if not opening.cancelled() and opening.exception() is None:
+            self._disk.close(opening.result())
 
     async def doubt(self, address: Address) -> NoReturn:
         """Somebody read other bytes than the hash says: verify the block, whatever is known of it. Raises Corrupt."""

@@ -60,6 +60,12 @@ class Listener(Protocol):
     def on_report(self, reply: m.ReportReply, known_sequence: int) -> None:
         """Commands, cluster and sequence of any reply."""
 
+    def names_to_ask(self, held: Sequence[BlockId]) -> list[BlockId]:
+        """Blocks whose names the report asks for that tells of the blocks `held` (rule 22)."""
+
+    def on_names(self, asked: Sequence[BlockId], reply: m.ReportReply | None) -> None:
+        """The names of these; None: there was no answer."""
+
 
 @dataclasses.dataclass(slots=True)
 class _Message:
@@ -67,6 +73,7 @@ class _Message:
     held: Sequence[BlockId]
     nowhere: Sequence[BlockId]
     piece: Piece | None
+    named: Sequence[BlockId]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -197,10 +204,11 @@ class Reporter:
             self._changed.update(dict.fromkeys(held))
             held = []
         fences = list(self._store.fences)
-        if not (held or nowhere or piece or fences != self._told_fences):
+        named = self._listener.names_to_ask(held) if piece is None else []
+        if not (held or nowhere or piece or named or fences != self._told_fences):
             return None
         self._told_fences = fences
-        return self._message(held, nowhere, piece)
+        return self._message(held, nowhere, piece, named)
 
     def _pick(self, *, with_unowned: bool) -> list[BlockId]:
         ids = self._take(self._urgent, MAX_BATCH)
@@ -232,7 +240,9 @@ class Reporter:
             (nowhere if known is None or known.leaving else held).append(block)
         return held, nowhere
 
-    def _message(self, held: Sequence[BlockId], nowhere: Sequence[BlockId], piece: Piece | None) -> _Message:
+    def _message(
+        self, held: Sequence[BlockId], nowhere: Sequence[BlockId], piece: Piece | None, named: Sequence[BlockId]
+    ) -> _Message:
         volumes = [volume.id for volume in self._store.volumes]
         at = {volume: index for index, volume in enumerate(volumes)}
         homes = [self._store.get(block) for block in held]
@@ -247,16 +257,18 @@ class Reporter:
             nowhere_ids=_packed(nowhere),
             # Also among the held: only the verdict on it says whether it really died (somebody may have published it).
             dead_ids=_packed([block for block in held if self._listener.is_doomed(block)]),
+            name_ids=_packed(named),
         )
         if piece is not None:
             first, last = piece.first, piece.last
             request.full.CopyFrom(m.FullPiece(volume=piece.volume, first=first, last=last, ids=_packed(piece.ids)))
-        return _Message(request, held, nowhere, piece)
+        return _Message(request, held, nowhere, piece, named)
 
     def _take_verdicts(self, message: _Message, reply: m.ReportReply) -> None:
         full = message.piece.ids if message.piece else ()
         held = _judged(message.held, reply.held, reply.held_policy)
         self._listener.on_verdicts(held + _judged(full, reply.full, reply.full_policy))
+        self._listener.on_names(message.named, reply)
         for waiter in self._waiters:
             waiter.missing.difference_update(message.nowhere)
             if not waiter.missing and not waiter.told.done():
@@ -266,6 +278,7 @@ class Reporter:
         """It was not taken, or nobody knows: what it told of is told again."""
         if self._unanswered is not None:
             self._changed.update(dict.fromkeys((*self._unanswered.held, *self._unanswered.nowhere)))
+            self._listener.on_names(self._unanswered.named, None)
             self._unanswered = None
 
     def _disappoint(self) -> None:

@@ -118,17 +118,20 @@ class Sealer:
         except OSError as error:
             raise self._store.explain(staged.volume, error, "opening a staging file") from None
         try:
-            self._checked(fd)
+            self._checked(staged, fd)
             if keep or not await self._nobody_writes(fd):
                 return await self._copied(staged, fd, keep)
-            state = self._checked(fd)
+            state = self._checked(staged, fd)
             address = await self._address(staged, fd, state, claim)
             return await self._rename(staged, address, staged.session, state)
         finally:
             self._disk.close(fd)
 
-    def _checked(self, fd: int) -> FileState:
-        state = self._disk.fstat(fd)
+    def _checked(self, staged: Staged, fd: int) -> FileState:
+        try:
+            state = self._disk.fstat(fd)
+        except OSError as error:
+            raise self._store.explain(staged.volume, error, "looking at a staging file") from None
         if is_cut(fd):  # by its client, who knows why
             raise NoSpace("the file was emptied for want of room; abort it, and write the block again")
         if state.size_bytes == 0:
@@ -163,16 +166,16 @@ class Sealer:
             raise self._store.explain(staged.volume, error, "reading a staging file") from None
 
     async def _copied(self, staged: Staged, fd: int, keep: bool) -> Block:
-        size = self._checked(fd).size_bytes
+        size = self._checked(staged, fd).size_bytes
         async with self._staging.private(size) as (copy, sink):
             try:
                 copied = partial(self._store.runtime.in_thread, self._copy, fd, sink.fd, size)
                 length = await self._store.despite_full_disk(copy.volume, copied)
+                state = sink.state()
             except OSError as error:
                 raise self._store.explain(copy.volume, error, "copying a staging file") from None
             if length == 0:
-                self._checked(fd)
-            state = sink.state()
+                self._checked(staged, fd)
             digest = await self._hash(copy, sink.fd, length)
             block = await self.install(copy, staged.session, digest, length, state)
         if not keep:

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from kvstore.core.errors import Denied, InvalidRequest
-from kvstore.core.limits import MAX_BATCH
+from kvstore.core.limits import MAX_BATCH, MAX_BULK_STREAMS
 from kvstore.core.types import Address
 from kvstore.pb import worker_pb2 as w
 from kvstore.pb import worker_pb2_grpc
@@ -37,6 +37,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         cluster: Callable[[], str],
     ) -> None:
         self._stat, self._describe, self._bulk, self._cluster = stat, describe, bulk, cluster
+        self.admission = server.Admission(MAX_BULK_STREAMS)
 
     def add_to(self, grpc_server: grpc.aio.Server) -> None:
         worker_pb2_grpc.add_WorkerServicer_to_server(self, grpc_server)
@@ -48,12 +49,12 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         }
         return grpc.method_handlers_generic_handler(SERVICE, handlers)
 
-    @server.unary
+    @server.vital
     async def Stat(self, request: w.WorkerStatRequest, caller: Caller) -> w.WorkerStatReply:
         self._welcome(caller)
         return self._stat()
 
-    @server.unary
+    @server.vital
     async def Describe(self, request: w.DescribeRequest, caller: Caller) -> w.DescribeReply:
         self._welcome(caller)
         if len(request.addresses) > MAX_BATCH:
@@ -70,7 +71,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             caller = server.caller_of(context)
             self._welcome(caller)
-            reply = await self._bulk.write(aiter(frames), caller)
+            with self.admission:
+                reply = await self._bulk.write(aiter(frames), caller)
             return reply.SerializeToString()
         except Exception as error:  # noqa: BLE001 - the one guard
             await server.fail(context, error)

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from kvstore.core.errors import Overloaded
+from kvstore.core.limits import MAX_SESSIONS, RETRY_AFTER_S
+
 
 @dataclasses.dataclass(slots=True)
 class _Session:
@@ -29,7 +32,9 @@ class Sessions:
         return sum(1 for session in self._known.values() if session.connections)
 
     def enter(self, session: int) -> None:
-        """One more connection (or call) of this session."""
+        """One more connection (or call) of this session. Raises Overloaded when too many are known already."""
+        if session not in self._known and len(self._known) >= MAX_SESSIONS:
+            raise Overloaded(f"{MAX_SESSIONS} sessions are known here; retry later", retry_after_s=RETRY_AFTER_S)
         self._known.setdefault(session, _Session()).connections += 1
 
     def leave(self, session: int, now_s: float) -> None:

@@ -40,3 +40,7 @@ class Settings(NamedTuple):
     moves_at_a_time: int = 2
     pin_share: float = 0.5
     """Of each volume's capacity, that pinned blocks may take at most."""
+    scrub_bytes_per_s: float = 0.0
+    """At which blocks are read again to find damage; 0: not at all."""
+    scrub_interval_s: float = 86_400.0
+    """At least, between two such rounds."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+from typing import Final
 
 from kvstore.core.errors import Corrupt, NotFound
 from kvstore.core.types import BlockId
@@ -17,6 +19,15 @@ from kvstore.worker.disk import Disk, NotAFile, Stamp
 from kvstore.worker.store import Store
 
 log = logging.getLogger(__name__)
+
+FILE_ERRNOS: Final = (errno.EACCES, errno.EPERM, errno.EBADMSG, errno.ENODATA)
+"""What open and read say when they will not give this file's bytes (permissions, a checksum of the file system, a bad
+sector) and the rest of the drive is as good as it was.
+"""
+
+
+class Damaged(Exception):
+    """A block is not what its name says; the text says why."""
 
 
 class Verifier:
@@ -40,6 +51,11 @@ class Verifier:
         except OSError:
             return False
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether somebody waits for a block that is being read."""
+        return bool(self._running)
+
     async def verify(self, block: Block) -> None:
         """Read and hash the block. Raises Corrupt when it is not what its name says (it is then in quarantine),
         or what reading it raised.
@@ -54,6 +70,9 @@ class Verifier:
         path = block.path
         try:
             stamp = await self._hashed(block)
+        except Damaged as damage:
+            await self._quarantine(block, str(damage))
+            raise Corrupt(f"{block.address}: {damage}; it is in quarantine now") from None
         except FileNotFoundError as error:
             if block.path != path:  # it moved to another volume just now
                 await self._verify(block)
@@ -62,27 +81,34 @@ class Verifier:
             raise gone(block, error) from None
         except OSError as error:
             raise self._store.explain(block.volume, error, f"reading {block.address}") from None
-        if stamp is None:
-            await self._quarantine(block)
-            raise Corrupt(f"{block.address}: its bytes differ from its hash; it is in quarantine now")
         if block.path == path:
             block.stamp = stamp
 
-    async def _hashed(self, block: Block) -> Stamp | None:
-        """The file's stamp from before it was read, so that a change while it is read shows; None for wrong bytes."""
-        address = block.address
+    async def _hashed(self, block: Block) -> Stamp:
+        """The file's stamp from before it was read, so that a change while it is read shows.
+
+        Raises Damaged, OSError.
+        """
         try:
             fd = await self._runtime.in_thread(self._disk.open_read, block.path)
+            try:
+                return await self._hashed_fd(block, fd)
+            finally:
+                self._disk.close(fd)
         except NotAFile:
-            return None
-        try:
-            state = self._disk.fstat(fd)
-            if state.size_bytes != address.length_bytes:
-                return None
-            digest = await hash_file(self._runtime, fd, address.length_bytes, self._disk.read_into)
-            return state.stamp if digest == address.hash else None
-        finally:
-            self._disk.close(fd)
+            raise Damaged("something that is no regular file lies in its place") from None
+        except OSError as error:
+            if error.errno not in FILE_ERRNOS:
+                raise
+            raise Damaged(f"it cannot be read ({error.strerror})") from None
+
+    async def _hashed_fd(self, block: Block, fd: int) -> Stamp:
+        address, state = block.address, self._disk.fstat(fd)
+        if state.size_bytes != address.length_bytes:
+            raise Damaged(f"it has {state.size_bytes} bytes instead of {address.length_bytes}")
+        if await hash_file(self._runtime, fd, address.length_bytes, self._disk.read_into) != address.hash:
+            raise Damaged("its bytes differ from its hash")
+        return state.stamp
 
     def vanished(self, block: Block) -> None:
         """Somebody removed the file; the books had it."""
@@ -91,11 +117,11 @@ class Verifier:
             self._store.forget(block)
             block.volume.books.free_block(block.used_bytes)
 
-    async def _quarantine(self, block: Block) -> None:
+    async def _quarantine(self, block: Block, why: str) -> None:
         volume, name = block.volume, block.address.file_name
         if self._store.get(block.id) is not block or block.leaving:
             return
-        log.error("%s is corrupt: its bytes differ from its hash; moved to quarantine", block.path)
+        log.error("%s is corrupt: %s; moved to quarantine", block.path, why)
         self._store.counters.corruptions += 1
         self._store.forget(block)
         try:

@@ -17,6 +17,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import threading
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -36,6 +37,9 @@ MAX_QUARANTINED = 8
 WORKER_SESSION = 0
 """Of the worker's own staging: never outlives its process."""
 MAX_IDENTITY_BYTES = 64 << 10
+_STAGED = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})")
+_NOT_REPLACED = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)
+"""What rename says when one of the two is a directory and the other one is not, or is not empty."""
 
 
 class Quarantine(NamedTuple):
@@ -138,10 +142,18 @@ class Volume:
         return self.with_directories(lambda: self.disk.create_unnamed(path))
 
     def set_aside(self, path: str, name: str) -> int:
-        """Into quarantine, in place of what has this name there; returns the bytes of that. Blocks; raises OSError."""
+        """Into quarantine, in place of the file that has this name there; returns the bytes of that. A directory is not
+        replaced, nor does it replace a file: then it goes under another name. Blocks; raises OSError.
+        """
         aside = self.quarantine_path(name)
         replaced_bytes = self._used_bytes(aside)
-        self.with_directories(lambda: self.disk.rename(path, aside))
+        try:
+            self.with_directories(lambda: self.disk.rename(path, aside))
+        except OSError as error:
+            if error.errno not in _NOT_REPLACED:
+                raise
+            self.disk.rename(path, self.quarantine_path(f"{self.disk.stat(path).stamp.inode:x}"))
+            return 0
         return replaced_bytes
 
     def scan(self) -> Found:
@@ -162,12 +174,12 @@ class Volume:
         """(session, handle) of every staging file that is there. Blocks; raises OSError."""
         found = []
         for name in self.disk.names(f"{self.path}/staging"):
-            session, _, handle = name.partition("-")
-            try:
-                found.append((int(session, 16), int(handle, 16)))
-            except ValueError:
-                log.warning("%s/staging/%s is not a staging file; removing it", self.path, name)
-                self.disk.unlink(f"{self.path}/staging/{name}")
+            path = f"{self.path}/staging/{name}"
+            if match := _STAGED.fullmatch(name):
+                found.append((int(match[1], 16), int(match[2], 16)))
+            else:
+                log.warning("%s is not a staging file; moved to quarantine", path)
+                self.set_aside(path, name)
         return found
 
     def trim_quarantine(self) -> Quarantine:

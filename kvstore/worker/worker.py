@@ -15,6 +15,7 @@ from kvstore.pb import worker_pb2 as w
 from kvstore.rpc.link import AsyncLink
 from kvstore.rpc.metadata import Caller
 from kvstore.rpc.server import Server, serve, stop_all
+from kvstore.rpc.transport import GRPC, Transport
 from kvstore.runtime import Runtime
 from kvstore.worker import told
 from kvstore.worker.background import Background
@@ -26,15 +27,18 @@ from kvstore.worker.fdsocket import FdServer
 from kvstore.worker.fences import Fences
 from kvstore.worker.fetch import Fetcher
 from kvstore.worker.growth import Growth
+from kvstore.worker.heartbeat import MakeNerve, own_thread
 from kvstore.worker.heatfile import HeatFile
 from kvstore.worker.held import PROBE_INTERVAL_S, HeldFiles
 from kvstore.worker.mastersync import MasterSync
 from kvstore.worker.membership import Membership
 from kvstore.worker.mover import Mover, Pace
+from kvstore.worker.names import Names
 from kvstore.worker.opener import Opener
 from kvstore.worker.peers import Peers
 from kvstore.worker.policies import Policies
 from kvstore.worker.room import Room
+from kvstore.worker.scrub import Limits, Scrubber
 from kvstore.worker.seal import Sealer
 from kvstore.worker.seals import Seals
 from kvstore.worker.service import WorkerService
@@ -61,9 +65,12 @@ class Worker:
     refused  the error to end with: the master will have nothing to do with us, or a part of the worker broke
     """
 
-    def __init__(self, settings: Settings, runtime: Runtime, volumes: Sequence[Volume], disk: Disk) -> None:
+    def __init__(
+        self, settings: Settings, runtime: Runtime, volumes: Sequence[Volume], disk: Disk,
+        transport: Transport = GRPC, nerve: MakeNerve = own_thread,
+    ) -> None:  # fmt: skip
         s = self.settings = settings
-        self.runtime, self.disk = runtime, disk
+        self.runtime, self.disk, self._transport = runtime, disk, transport
         self.counters, self.background = Counters(), Background()
         self.membership = Membership(volumes)
         if s.accept_rollback:
@@ -80,10 +87,12 @@ class Worker:
         self.sealer = Sealer(self.store, disk, self.staging, self.background)
         self.seals = Seals(self.store, self.staging, self.sealer)
         self.verifier = Verifier(runtime, self.store, disk, self.background)
+        self.scrubber = Scrubber(self.store, disk, self.verifier, Limits(s.scrub_bytes_per_s, s.scrub_interval_s))
         self.policies = Policies(self.store, self.evictor, self.background)
+        self.names = Names(self.store, disk, self.background, lambda: self.membership.collects)
         pace = Pace(s.move_bytes_per_s, s.moves_at_a_time)
         self.mover = Mover(
-            self.store, disk, self.staging, self.sealer, self.evictor, self.verifier, self.background, pace
+            self.store, disk, self.staging, self.sealer, self.evictor, self.verifier, self.background, pace, self.names
         )
         self.store.on_touch, self.store.on_full = self.mover.touched, self.room.refill
         self.room.demote, self.room.on_take = self.mover.demote, self.mover.filled
@@ -103,7 +112,7 @@ class Worker:
         self.bulk = Bulk(self.store, disk, self.sessions, self.staging, self.sealer, self.opener)
         self.master_sync = MasterSync(
             s, self.store, self.membership, self.sessions, self.staging, self.evictor, self.policies, self.background,
-            self._caller,
+            self._caller, transport, nerve, self.names,
         )  # fmt: skip
         self.joined, self.refused = self.master_sync.joined, self.master_sync.refused
         self.endpoint = ""
@@ -117,7 +126,7 @@ class Worker:
         await self.heat_file.load()
         await self.membership.save(self.runtime, self.store, self.store.fences)
         service = WorkerService(self.stat, self.policies.describe, self.bulk, lambda: self.membership.cluster)
-        self._server = await serve(self.settings.listen, [service.add_to], service.raw_handlers())
+        self._server = await serve(self.settings.listen, [service.add_to], service.raw_handlers(), self._transport)
         self.endpoint = self._advertised(self._server)
         self.store.on_change, self.store.on_free = self.master_sync.changed, self.room.freed
         self._tasks.append(self._spawn(self.master_sync.report()))
@@ -132,6 +141,7 @@ class Worker:
                 self.heat_file.run,
                 self.mover.run,
                 self.mover.run_relief,
+                self.scrubber.run,
             )
         ]
         await self._server.set_serving(True)
@@ -149,6 +159,7 @@ class Worker:
         await self.master_sync.close()
         await self.membership.save(self.runtime, self.store, self.store.fences)
         await self.heat_file.save()
+        await self.scrubber.save()
         self.held.close()
         for volume in self.store.volumes:
             volume.close()
@@ -230,7 +241,7 @@ class Worker:
         return Caller(self.store.fences.boot, self.settings.node, self.membership.cluster)
 
     def _connect(self, endpoint: str) -> AsyncLink:
-        return AsyncLink(endpoint, self._caller())
+        return AsyncLink(endpoint, self._caller(), self._transport)
 
 
 def counted(count: int, noun: str) -> str:

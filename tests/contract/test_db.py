@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from kvstore.core.errors import Corrupt, Denied, KvError, Unavailable
 from kvstore.master.db import Cf, Db, MemoryDb, Op, RocksDb
+from tests.support import damage
 
 N = Cf.NAMES
 
@@ -97,54 +97,43 @@ def test_a_path_that_is_no_directory(tmp_path: Path) -> None:
         RocksDb(tmp_path / "file")
 
 
-def log_file(path: Path) -> Path:
-    return max(path.glob("*.log"), key=lambda p: p.stat().st_size)
-
-
-def killed(tmp_path: Path) -> Path:
-    """A database of 2,000 writes as kill -9 leaves it: closing would empty the log."""
-    db = RocksDb(tmp_path / "alive")
-    for i in range(2000):
-        db.write([Op(N, b"%06d" % i, b"x" * 100)])
-    db.flush()
-    shutil.copytree(tmp_path / "alive", tmp_path / "killed", ignore=shutil.ignore_patterns("LOCK"))
-    db.close()
-    return tmp_path / "killed"
-
-
-def test_a_torn_end_of_the_log_is_tolerated(tmp_path: Path) -> None:
-    path = killed(tmp_path)
-    log = log_file(path)
-    with log.open("r+b") as file:
-        file.truncate(log.stat().st_size - 50)
-    db = RocksDb(path)
-    assert len(db.scan(N, b"", None, 10_000)) == 1999
-    db.close()
-
-
-def test_a_hole_in_the_middle_of_the_log_is_refused(tmp_path: Path) -> None:
-    """RocksDB's default mode opens, and the second half of what was acknowledged is gone without a word."""
-    path = killed(tmp_path)
-    flip(log_file(path), 0.5)
-    with pytest.raises(Corrupt, match=r"damaged and was not opened.*restore"):
-        RocksDb(path)
-
-
-def flip(path: Path, where: float) -> None:
-    data = bytearray(path.read_bytes())
-    data[int(len(data) * where)] ^= 0xFF
-    path.write_bytes(data)
-
-
 def test_a_scan_over_a_damaged_table_is_an_error_not_an_end(tmp_path: Path) -> None:
     db = RocksDb(tmp_path)
     db.write([Op(N, b"%06d" % i, bytes([i % 251]) * 97 + b"%d" % i) for i in range(20_000)])
     db.close()
     RocksDb(tmp_path).close()  # recovery moves the log into a table
-    flip(max(tmp_path.glob("*.sst"), key=lambda p: p.stat().st_size), 0.5)
+    table = max(tmp_path.glob("*.sst"), key=lambda p: p.stat().st_size)
+    damage.flip(table, table.stat().st_size // 2)
     db = RocksDb(tmp_path)
-    with pytest.raises(Corrupt, match="failed"):
+    with pytest.raises(Corrupt, match=f"failed.*{table.name}"):
         db.scan(N, b"", None, 100_000)
+    db.close()
+
+
+def test_verifying_reads_each_row_once(tmp_path: Path) -> None:
+    db = RocksDb(tmp_path)
+    fill(db)
+    keys, last = [], db.verify(N, None, 7)
+    while last is not None:
+        keys.append(last)
+        last = db.verify(N, last, 7)
+    assert keys == [b"%03d" % i for i in range(6, 100, 7)]
+    assert db.verify(Cf.INODES, None, 7) is None
+    db.close()
+
+
+def test_verifying_sees_a_damaged_block_that_is_cached(tmp_path: Path) -> None:
+    db = RocksDb(tmp_path)
+    db.write([Op(N, b"%06d" % i, bytes([i % 251]) * 97 + b"%d" % i) for i in range(20_000)])
+    db.close()
+    db = RocksDb(tmp_path)
+    table = max(tmp_path.glob("*.sst"), key=lambda p: p.stat().st_size)
+    assert len(db.scan(N, b"", None, 100_000)) == 20_000
+    damage.flip(table, table.stat().st_size // 2)
+    assert len(db.scan(N, b"", None, 100_000)) == 20_000, "from the cache"
+    db.forget_cached()
+    with pytest.raises(Corrupt, match=table.name):
+        db.verify(N, None, 100_000)
     db.close()
 
 
@@ -156,6 +145,7 @@ def test_a_scan_over_a_damaged_table_is_an_error_not_an_end(tmp_path: Path) -> N
         lambda db: db.scan(N, b"", None, 1),
         lambda db: db.write([Op(N, b"k", b"v")]),
         lambda db: db.flush(),
+        lambda db: db.verify(N, None, 1),
     ],
 )
 def test_foreign_exceptions_end_at_the_edge(tmp_path: Path, use: Callable[[RocksDb], object]) -> None:

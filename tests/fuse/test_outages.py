@@ -58,8 +58,12 @@ def test_the_master_is_killed_and_comes_back_under_use(store: Store) -> None:
         done, failures = child.join(40)
         assert done > 10
         assert failures <= {"EIO", "ETIMEDOUT", "ENOENT"}
-    names = set(in_child(os.listdir, store.a / "d"))
-    assert names == set(in_child(os.listdir, store.b / "d"))
+    assert names_in(store.a / "d") == names_in(store.b / "d")
+
+
+def names_in(directory: Path) -> set[str]:
+    """Without the temporary ones, which a put leaves on its own mount when it fails."""
+    return {name for name in in_child(os.listdir, directory) if not name.endswith(".tmp")}
 
 
 def test_without_the_master(store: Store) -> None:
@@ -152,8 +156,8 @@ def test_staging_survives_the_worker_s_restart(store: Store) -> None:
     in_child(work)
 
 
-SILENCE_S = 11.0
-"""The longest deadline of a call to the local worker for small files, 10 s, and a little."""
+SILENCE_S = 4.0
+"""Somebody finds out in one second; the rest is for a busy machine, and for those who came meanwhile."""
 
 
 @pytest.mark.parametrize("passthrough", ["on", "off"])
@@ -185,7 +189,7 @@ def test_a_worker_that_is_stopped_costs_one_deadline(tmp_path: Path, passthrough
             assert [in_child(put, f"then {i}") for i in range(10)] == ["ok"] * 10
             assert in_child(get, "before") == "ENOENT"
             assert in_child((mount / "then 9").read_bytes) == data
-            assert time.monotonic() - begin < SILENCE_S / 2, "all of them together"
+            assert time.monotonic() - begin < 2 * SILENCE_S, "all of them together; mostly starting processes"
         finally:
             cluster.workers[0].signal(signal.SIGCONT)
         wait_until(lambda: in_child(get, "before") == "ok", "the worker is used again")

@@ -14,7 +14,7 @@ from kvstore.core.types import Address, BlockId
 from kvstore.pb import master_pb2 as m
 from kvstore.pb import master_pb2_grpc
 from kvstore.rpc.metadata import Caller
-from kvstore.rpc.server import Server, serve, unary
+from kvstore.rpc.server import Server, serve, vital
 
 CLUSTER = "cluster-of-tests"
 
@@ -33,6 +33,8 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
     rolled_back      what registrations are told
     policies         block → policy, for the verdicts on owned ones
     table, over      what heartbeats are told of policies
+    names            block → path, for those that ask; `asked`: who did, in order
+    recovered        pages of notes that workers sent; `wants_names`: whether they are taken
     """
 
     def __init__(self) -> None:
@@ -51,6 +53,12 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
         self.policies: dict[BlockId, int] = {}
         self.table: m.PolicyTable | None = None
         self.over: list[m.PolicyBytes] = []
+        self.names: dict[BlockId, str] = {}
+        self.asked: list[BlockId] = []
+        self.recovered: list[m.RecoverRequest] = []
+        self.wants_names = True
+        self.recovers = False
+        """What registrations are told, as with `rolled_back`: that is over."""
         self.next_report: dict[str, int] = {}
         self.endpoint = ""
 
@@ -72,7 +80,7 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
         async with asyncio.timeout(timeout_s), self.changed:
             await self.changed.wait_for(condition)
 
-    @unary
+    @vital
     async def Register(self, request: m.RegisterRequest, caller: Caller) -> m.RegisterReply:
         if request.cluster not in ("", self.cluster):
             raise Denied(f"worker {request.node} belongs to cluster {request.cluster}, this master to {self.cluster}")
@@ -88,9 +96,10 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
             dead_ticks=5,
             incarnation=self.incarnation,
             rolled_back=self.rolled_back,
+            recovered=self.recovers,
         )
 
-    @unary
+    @vital
     async def Heartbeat(self, request: m.HeartbeatRequest, caller: Caller) -> m.HeartbeatReply:
         self.beats[request.node] = request
         commands, self.commands = self.commands, []
@@ -103,7 +112,7 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
             reply.policies.CopyFrom(self.table)
         return reply
 
-    @unary
+    @vital
     async def Report(self, request: m.ReportRequest, caller: Caller) -> m.ReportReply:
         if self.fail:
             raise self.fail
@@ -120,8 +129,23 @@ class FakeMaster(master_pb2_grpc.MasterServicer):
         reply.full.extend(self._verdict(b) for b in split(request.full.ids))
         reply.held_policy.extend(self._policy(b) for b in split(request.held_ids))
         reply.full_policy.extend(self._policy(b) for b in split(request.full.ids))
+        self._name(request, reply)
         await self._notify()
         return reply
+
+    @vital
+    async def Recover(self, request: m.RecoverRequest, caller: Caller) -> m.RecoverReply:
+        self.recovered.append(request)
+        await self._notify()
+        return m.RecoverReply(wanted=self.wants_names)
+
+    def _name(self, request: m.ReportRequest, reply: m.ReportReply) -> None:
+        ids = split(request.name_ids)
+        self.asked += ids
+        reply.names_sequence = self.sequence
+        for at, block in enumerate(ids):
+            if block in self.owned and block in self.names:
+                reply.names.add(index=at, path=self.names[block], mode=0o640, uid=1, gid=2, mtime_ns=3, ctime_ns=4)
 
     def _take(self, request: m.ReportRequest) -> None:
         before = self.fences

@@ -264,15 +264,16 @@ class TestHttp:
         monkeypatch.setattr(http, "ANSWER_TIMEOUT_S", 0.05)
         assert (await site.get("/hangs")).startswith(b"HTTP/1.1 503 ")
 
-    async def test_connections_are_bounded(self, site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test_connections_are_bounded_and_the_oldest_makes_way(
+        self, site: Site, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(http, "MAX_CONNECTIONS", 2)
-        idle = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(2)]
-        await asyncio.sleep(0.02)
-        assert await ended(site.get("/healthz"))
-        for reader, writer in idle:
-            assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
-            writer.close()
+        (oldest, a), (other, b) = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(2)]
         assert (await site.get("/healthz")).startswith(b"HTTP/1.1 200 ")
+        assert await ended(oldest.read())
+        assert (await other.read()).startswith(b"HTTP/1.1 408 ")
+        a.close()
+        b.close()
 
     async def test_close_does_not_wait_for_slow_clients(self, site: Site) -> None:
         asking = asyncio.create_task(site.get("/hangs"))

@@ -1,5 +1,5 @@
-"""A local worker that falls silent (its socket stays open) costs its callers one deadline, not one a call; and comes
-back by itself.
+"""A local worker that falls silent (its socket stays open) costs its callers one wait of about a second, however long
+their own deadlines are; nobody waits after that, and it comes back by itself. One that works long is not silent.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-import kvstore.client.local as local_module
 from kvstore.client.blocks import AsyncLocalBlocks, AsyncRemoteBlocks
-from kvstore.client.breaker import Breakers
-from kvstore.client.either import PROBE_TIMEOUT_S, AsyncEitherBlocks, EitherBlocks
+from kvstore.client.breaker import NotAsked, Silent
+from kvstore.client.either import AsyncEitherBlocks, EitherBlocks
 from kvstore.client.local import AsyncLocalWorker, LocalWorker
 from kvstore.client.remote import AsyncRemote, Remote
 from kvstore.client.sockets import SealedBlock
@@ -25,26 +25,20 @@ from kvstore.client.staging import Staging
 from kvstore.client.sync_blocks import LocalBlocks, RemoteBlocks
 from kvstore.client.threads import Threads
 from kvstore.core import sockproto as sp
-from kvstore.core.breaker import FIRST_PAUSE_S
-from kvstore.core.errors import KvError, Timeout, Unavailable
+from kvstore.core.errors import KvError, Timeout
+from kvstore.core.limits import METADATA_TIMEOUT_S, PING_TIMEOUT_S, PROBE_TIMEOUT_S, SILENCE_S
 from kvstore.core.types import Address, BlockId
 from kvstore.runtime import SystemRuntime
-from tests.support.fake_socket import Asked, FakeSocket, open_fds
+from tests.support.fake_socket import HELLO, Asked, FakeSocket, open_fds
 from tests.support.worker_kit import until
 
-OWN_S = 0.4
-"""Deadline of the calls that find out; longer than a breaker's patience."""
-AT_ONCE_S = 0.15
+FOUND_OUT_S = SILENCE_S + PING_TIMEOUT_S
+LATE_S = 1.0
+"""A busy machine's, on top."""
+AT_ONCE_S = 0.6
+"""Several calls together, on a busy machine; less than one wait."""
 HERE, ELSEWHERE = 4, 3
 """Volumes: of the local worker, of a remote one."""
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Remotes:
@@ -60,11 +54,27 @@ class AsyncRemotes(Remotes):
 
 
 class Listener(FakeSocket):
+    """`deaf`: whether it reads and answers nothing, not even hello."""
+
+    def __init__(self, path: Path, script: Callable[[Asked], None], deaf: Callable[[], bool]) -> None:
+        self._deaf = deaf
+        super().__init__(path, script)
+
     def _serve(self, connection: socket.socket) -> None:
-        try:
-            super()._serve(connection)
-        except BrokenPipeError:
-            pass  # the client gave up before the answer
+        with suppress(OSError):  # the client gave up before the answer
+            while data := connection.recv(1 << 17):
+                self._take(Asked(connection, *sp.decode_request(data)))
+
+    def _take(self, asked: Asked) -> None:
+        self.seen.append(asked.request)
+        if not isinstance(asked.request, sp.Hello):
+            self._script(asked)
+        elif not self._deaf():
+            asked.answer(HELLO)
+
+    @property
+    def hellos(self) -> int:
+        return sum(isinstance(request, sp.Hello) for request in self.seen)
 
 
 class LocalPart:
@@ -72,7 +82,7 @@ class LocalPart:
 
     def __init__(self, path: Path, file: int) -> None:
         self.silent, self.late_s, self._file = False, 0.0, file
-        self.socket = Listener(path, self._serve)
+        self.socket = Listener(path, self._serve, lambda: self.silent)
 
     def asked(self, kind: type[sp.Request]) -> int:
         return sum(isinstance(request, kind) for request in self.socket.seen)
@@ -96,18 +106,17 @@ class World:
     """Blocks of either kind, whose calls are awaited whichever it is."""
 
     def __init__(self, path: str, in_loop: bool, runtime: SystemRuntime) -> None:
-        self.clock, self._in_loop = Clock(), in_loop
-        self.breakers = Breakers(self.clock)
+        self._in_loop = in_loop
         self.link: AsyncLocalWorker | LocalWorker
         self.blocks: AsyncEitherBlocks | EitherBlocks
         if in_loop:
             self.link = AsyncLocalWorker(path, 5)
             remote = AsyncRemoteBlocks(cast("AsyncRemote", AsyncRemotes()), runtime)
-            self.blocks = AsyncEitherBlocks(AsyncLocalBlocks(self.link, runtime), remote, path, self.breakers)
+            self.blocks = AsyncEitherBlocks(AsyncLocalBlocks(self.link, runtime), remote, path)
         else:
             self.link, threads = LocalWorker(path, 5), Threads()
             here = RemoteBlocks(cast("Remote", Remotes()), threads)
-            self.blocks = EitherBlocks(LocalBlocks(self.link, threads), here, path, self.breakers)
+            self.blocks = EitherBlocks(LocalBlocks(self.link, threads), here, path)
 
     async def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
         function: Callable[..., Any] = getattr(self.blocks, verb)
@@ -118,11 +127,14 @@ class World:
         return cast("SealedBlock", await self.call("store", memoryview(b"value"))).volume
 
     async def find_out(self) -> None:
+        """One call that waits in vain, and the worker is known not to answer."""
+        begin = time.monotonic()
         await self.stage_in_vain()
-        assert not self.breakers.closed(self.link.path)
+        assert FOUND_OUT_S * 0.9 < time.monotonic() - begin < FOUND_OUT_S + LATE_S
+        assert not self.link.breaker.closed
 
-    async def stage_in_vain(self) -> None:
-        staging: Staging = await self.call("stage", 10, timeout_s=OWN_S)
+    async def stage_in_vain(self, timeout_s: float | None = None) -> None:
+        staging: Staging = await self.call("stage", 10, timeout_s=timeout_s)
         assert staging.handle == 0, "a temporary file"
         staging.drop()
 
@@ -151,7 +163,7 @@ async def world(request: pytest.FixtureRequest, path: Path) -> AsyncIterator[Wor
     runtime.close()
 
 
-async def test_after_one_deadline_nobody_waits(local: LocalPart, world: World) -> None:
+async def test_after_one_wait_nobody_waits(local: LocalPart, world: World) -> None:
     first: Staging = await world.call("stage", 10)
     second: Staging = await world.call("stage", 10)
     local.silent = True
@@ -159,7 +171,7 @@ async def test_after_one_deadline_nobody_waits(local: LocalPart, world: World) -
     begin = time.monotonic()
     assert await world.volume() == ELSEWHERE
     await world.stage_in_vain()
-    with pytest.raises(Unavailable) as caught:
+    with pytest.raises(NotAsked) as caught:
         await world.call("seal", first, 10)
     assert caught.value.fault == world.link.path
     assert first.fd == -1
@@ -171,11 +183,13 @@ async def test_after_one_deadline_nobody_waits(local: LocalPart, world: World) -
     assert local.asked(sp.Seal) == 0
 
 
-async def test_the_first_silent_seal_is_the_one_that_waits(local: LocalPart, world: World) -> None:
+async def test_a_silent_seal_ends_long_before_its_deadline(local: LocalPart, world: World) -> None:
     staging: Staging = await world.call("stage", 10)
     local.silent = True
-    with pytest.raises(Timeout):
-        await world.call("seal", staging, 10, timeout_s=OWN_S)
+    begin = time.monotonic()
+    with pytest.raises(Silent):
+        await world.call("seal", staging, 10, timeout_s=60.0)
+    assert time.monotonic() - begin < FOUND_OUT_S + LATE_S
     begin = time.monotonic()
     with pytest.raises(KvError):
         await world.call("abort", staging)
@@ -195,36 +209,29 @@ async def test_an_abort_is_sent_all_the_same(local: LocalPart, world: World) -> 
     await until(lambda: local.asked(sp.Abort) == 1)
 
 
-async def test_many_at_once_wait_together_and_count_as_one(local: LocalPart, world: World) -> None:
-    await world.volume()
-    local.silent = True
+async def test_many_at_once_wait_together_and_ask_once(local: LocalPart, world: World) -> None:
+    local.late_s = 0.1
+    await asyncio.gather(*(world.volume() for _ in range(4)))  # each thread has its connection
+    local.silent, hellos = True, local.socket.hellos
     begin = time.monotonic()
     await asyncio.gather(*(world.stage_in_vain() for _ in range(4)))
-    assert OWN_S * 0.9 < time.monotonic() - begin < 2 * OWN_S
-    local.silent = False
-    world.clock.now_s += FIRST_PAUSE_S
-    assert await world.volume() == HERE, "four failures are no reason for a longer pause"
+    assert time.monotonic() - begin < FOUND_OUT_S + LATE_S
+    assert local.socket.hellos - hellos <= 3, "one for all, and a probe or two since"
 
 
-async def test_one_probes_for_a_moment_and_the_rest_go_elsewhere(local: LocalPart, world: World) -> None:
+async def test_nobody_is_the_one_who_probes(local: LocalPart, world: World) -> None:
     await world.volume()
     local.silent = True
     await world.find_out()
-    world.clock.now_s += FIRST_PAUSE_S
-    begin = time.monotonic()
-    assert await asyncio.gather(*(world.volume() for _ in range(6))) == [ELSEWHERE] * 6
-    assert time.monotonic() - begin < PROBE_TIMEOUT_S + AT_ONCE_S
-    assert local.asked(sp.Stat) == 1
-
-
-async def test_a_probe_without_an_answer_is_no_timeout_of_the_call(local: LocalPart, world: World) -> None:
-    """What was asked for was not begun, so that the mount may stage the bytes elsewhere."""
-    staging: Staging = await world.call("stage", 10)
-    local.silent = True
-    await world.find_out()
-    world.clock.now_s += FIRST_PAUSE_S
-    with pytest.raises(Unavailable):
-        await world.call("seal", staging, 10)
+    hellos = local.socket.hellos
+    end, slowest_s = time.monotonic() + 3 * PROBE_TIMEOUT_S, 0.0
+    while time.monotonic() < end:
+        begin = time.monotonic()
+        assert await world.volume() == ELSEWHERE
+        slowest_s = max(slowest_s, time.monotonic() - begin)
+        await asyncio.sleep(0.01)
+    assert slowest_s < AT_ONCE_S
+    assert 2 <= local.socket.hellos - hellos <= 5, "one probe after the other, each with its time"
 
 
 async def test_it_is_used_again_when_it_answers(local: LocalPart, world: World) -> None:
@@ -232,28 +239,45 @@ async def test_it_is_used_again_when_it_answers(local: LocalPart, world: World) 
     local.silent = True
     await world.find_out()
     local.silent = False
-    assert await world.volume() == ELSEWHERE, "not asked so soon"
-    world.clock.now_s += FIRST_PAUSE_S
+    await until(lambda: world.link.breaker.closed)
     sealed: SealedBlock = await world.call("seal", staging, 10)
     assert sealed.volume == HERE
-    assert world.breakers.closed(world.link.path)
 
 
 async def test_who_works_long_is_not_silent(local: LocalPart, world: World) -> None:
     staging: Staging = await world.call("stage", 10)
-    local.late_s = 2 * OWN_S
+    local.late_s = 2 * FOUND_OUT_S
     sealing = asyncio.create_task(world.call("seal", staging, 10))
-    await asyncio.sleep(OWN_S)
-    assert world.breakers.closed(world.link.path)
+    await asyncio.sleep(1.5 * FOUND_OUT_S)
+    assert world.link.breaker.closed
     assert cast("SealedBlock", await sealing).volume == HERE
-    assert world.breakers.closed(world.link.path)
+    assert world.link.breaker.closed
+
+
+async def test_a_caller_in_a_hurry_proves_nothing(local: LocalPart, world: World) -> None:
+    """A worker that lives, and works longer than its caller waits."""
+    staging: Staging = await world.call("stage", 10)
+    local.late_s = FOUND_OUT_S
+    with pytest.raises(Timeout):
+        await world.call("seal", staging, 10, timeout_s=0.05)
+    until_s = time.monotonic() + FOUND_OUT_S
+    while time.monotonic() < until_s:
+        assert world.link.breaker.closed
+        await asyncio.sleep(0.02)
+    assert await world.volume() == HERE
+
+
+async def test_callers_in_a_hurry_find_out_all_the_same(local: LocalPart, world: World) -> None:
+    """None of them waits long enough to tell; a probe in the background does."""
+    await world.volume()
+    local.silent = True
+    await world.stage_in_vain(timeout_s=0.05)
+    await until(lambda: not world.link.breaker.closed)
+    assert await world.volume() == ELSEWHERE
 
 
 @pytest.mark.parametrize("backlog", [0, 8], ids=["backlog full", "no hello"])
-async def test_a_worker_that_takes_no_connection(
-    path: Path, world: World, backlog: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(local_module, "CONNECT_TIMEOUT_S", OWN_S)
+async def test_a_worker_that_takes_no_connection(path: Path, world: World, backlog: int) -> None:
     with (
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
         socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as first,
@@ -263,6 +287,6 @@ async def test_a_worker_that_takes_no_connection(
         first.connect(str(path))
         begin = time.monotonic()
         assert await asyncio.gather(*(world.volume() for _ in range(4))) == [ELSEWHERE] * 4
-        assert not world.breakers.closed(str(path))
+        assert not world.link.breaker.closed
         assert await world.volume() == ELSEWHERE
-        assert time.monotonic() - begin < 2 * OWN_S, "one wait for a connection"
+        assert time.monotonic() - begin < METADATA_TIMEOUT_S + LATE_S, "one wait for a connection"

@@ -14,7 +14,6 @@ import pytest
 
 from kvstore.client.aio import AsyncClient
 from kvstore.client.blocks import AsyncBlocks, AsyncLocalBlocks, AsyncRemoteBlocks
-from kvstore.client.breaker import Breakers
 from kvstore.client.either import AsyncEitherBlocks
 from kvstore.client.files import scratch_fd
 from kvstore.client.local import AsyncLocalWorker
@@ -59,7 +58,7 @@ async def worker(tmp_path: Path) -> AsyncIterator[Worker]:
 def blocks_of(worker: Worker, runtime: SystemRuntime, remote: SentBlocks) -> tuple[AsyncEitherBlocks, AsyncLocalWorker]:
     link = AsyncLocalWorker(worker.settings.socket, session=5)
     remotes = AsyncRemoteBlocks(cast("AsyncRemote", remote), runtime)
-    return AsyncEitherBlocks(AsyncLocalBlocks(link, runtime), remotes, link.path, Breakers()), link
+    return AsyncEitherBlocks(AsyncLocalBlocks(link, runtime), remotes, link.path), link
 
 
 async def test_staging_at_the_local_worker_is_written_on_and_sealed(worker: Worker, runtime: SystemRuntime) -> None:

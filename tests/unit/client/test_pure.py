@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -11,14 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.client import url
-from kvstore.client.breaker import Breakers, blames
+from kvstore.client.breaker import blames
 from kvstore.client.cache import MetadataCache
 from kvstore.client.cluster import candidates, in_order, pick
 from kvstore.client.deadline import Deadline, seconds
 from kvstore.client.elsewhere import DISTRUST_S, LocalWrites, is_elsewhere
 from kvstore.client.lost import LostNames
 from kvstore.client.messages import ClusterMap, Node
-from kvstore.core.breaker import FIRST_PAUSE_S
 from kvstore.core.errors import Corrupt, Denied, InvalidRequest, KvError, NoSpace, NotFound, Timeout, Unavailable
 from kvstore.core.limits import MAX_TIMEOUT_S
 from kvstore.core.told import VolumeState, WorkerCounters
@@ -252,82 +250,6 @@ def test_a_local_worker_whose_disk_fails_is_passed_over_for_a_while(error: KvErr
 
 
 # ---- breakers ----
-
-
-def fail(breakers: Breakers, error: KvError, timeout_s: float = 5.0) -> None:
-    with pytest.raises(type(error)), breakers.call("w:1", timeout_s):
-        raise error
-
-
-def test_the_next_callers_do_not_wait_for_a_dead_one() -> None:
-    clock = Clock()
-    breakers = Breakers(clock)
-    fail(breakers, Unavailable("refused", fault="w:1"))
-    assert not breakers.closed("w:1")
-    with pytest.raises(Unavailable, match="not asked again") as caught, breakers.call("w:1", 5.0):
-        pytest.fail("it was called")
-    assert caught.value.fault == "w:1"
-
-
-def test_one_probe_at_a_time_and_a_good_one_closes() -> None:
-    clock = Clock()
-    breakers = Breakers(clock)
-    fail(breakers, Timeout("slow", fault="w:1"))
-    clock.now_s += FIRST_PAUSE_S
-    with breakers.call("w:1", 5.0), pytest.raises(Unavailable), breakers.call("w:1", 5.0):
-        pytest.fail("a second probe")
-    assert breakers.closed("w:1")
-
-
-def test_calls_that_were_under_way_together_do_not_lengthen_the_pause() -> None:
-    clock = Clock()
-    breakers = Breakers(clock)
-
-    def five_calls_time_out() -> None:
-        with ExitStack() as under_way:
-            for _ in range(5):
-                under_way.enter_context(breakers.call("w:1", 5.0))
-            raise Timeout("silent", fault="w:1")
-
-    with pytest.raises(Timeout):
-        five_calls_time_out()
-    clock.now_s += FIRST_PAUSE_S
-    with breakers.call("w:1", 5.0):
-        pass
-    assert breakers.closed("w:1")
-
-
-def test_a_breaker_is_opened_only_by_the_fault_of_its_own_link() -> None:
-    breakers = Breakers(Clock())
-    fail(breakers, Unavailable("a peer of it", fault="other:1"))
-    fail(breakers, Timeout("nobody knows whose"))
-    fail(breakers, NotFound("it answered"))
-    assert breakers.closed("w:1")
-
-
-def test_a_caller_without_patience_says_nothing_about_the_link() -> None:
-    breakers = Breakers(Clock())
-    fail(breakers, Timeout("slow", fault="w:1"), timeout_s=0.01)
-    assert breakers.closed("w:1")
-
-
-def test_an_answer_closes_whatever_it_says() -> None:
-    clock = Clock()
-    breakers = Breakers(clock)
-    fail(breakers, Unavailable("refused", fault="w:1"))
-    clock.now_s += FIRST_PAUSE_S
-    fail(breakers, NotFound("not here"))
-    assert breakers.closed("w:1")
-
-
-def test_breakers_of_workers_that_left_are_forgotten_but_not_the_local_one() -> None:
-    breakers = Breakers(Clock())
-    fail(breakers, Unavailable("refused", fault="w:1"))
-    with pytest.raises(Unavailable), breakers.call("/run/s", 5.0):
-        raise Unavailable("gone", fault="/run/s")
-    breakers.keep({"x:1"})
-    assert breakers.closed("w:1")
-    assert not breakers.closed("/run/s")
 
 
 def test_blame() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any, cast
 
 import pytest
 
+from kvstore.client.breaker import NotAsked
 from kvstore.client.cluster import AsyncCluster, Cluster
 from kvstore.client.messages import ClusterMap, Node
 from kvstore.client.meta import AsyncMeta, Meta
@@ -28,6 +30,7 @@ from kvstore.core.errors import (
     Unavailable,
 )
 from kvstore.core.hashing import hash_block
+from kvstore.core.limits import METADATA_TIMEOUT_S
 from kvstore.core.told import WorkerCounters
 from kvstore.core.types import Address, BlockId, Replica
 from kvstore.pb import worker_pb2 as w
@@ -35,6 +38,8 @@ from kvstore.rpc.entries import address_from_pb, address_to_pb
 from kvstore.rpc.metadata import Caller
 from kvstore.rpc.server import Server
 from tests.support.fake_frames import FakeFrames
+from tests.support.proxy import Proxy
+from tests.support.worker_kit import until
 
 DATA = os.urandom((2 << 20) + 5)
 ADDRESS = Address(BlockId(1, 2), len(DATA), hash_block(DATA))
@@ -64,6 +69,7 @@ class World:
         self._stack, self._in_loop = stack, in_loop
         self.endpoints: list[str] = []
         self.remote: Any = None
+        self.breakers: Any = None
 
     async def add(self, fake: FakeFrames) -> str:
         server: Server = await fake.serve()
@@ -166,7 +172,7 @@ async def test_a_dead_worker_is_not_asked_again_at_once(world: World) -> None:
     world.start()
     assert await world.load(dead, fine) == DATA
     assert not world.breakers.closed(dead)
-    with pytest.raises(Unavailable, match="not asked again"):
+    with pytest.raises(Unavailable, match="did not answer a moment ago"):
         await world.load(dead)
     assert await world.load(dead, fine) == DATA
 
@@ -267,3 +273,23 @@ async def test_a_worker_that_never_answers_is_a_timeout(world: World) -> None:
             await world.store(b"abc", timeout_s=0.3)
         with pytest.raises((Timeout, Unavailable)):
             await world.load(world.endpoints[0], timeout_s=0.3)
+
+
+async def test_a_peer_that_stops_in_the_middle_ends_by_the_deadline_and_is_not_waited_for_again(world: World) -> None:
+    fake = good()
+    with Proxy(await world.add(fake), after_bytes=1 << 20) as proxy:
+        world.endpoints.append(proxy.endpoint)
+        world.start()
+        begin = time.monotonic()
+        with pytest.raises(Timeout):
+            await world.load(proxy.endpoint, timeout_s=METADATA_TIMEOUT_S)
+        assert time.monotonic() - begin < METADATA_TIMEOUT_S + 2.0
+        begin = time.monotonic()
+        for _ in range(20):
+            with pytest.raises(NotAsked):
+                await world.load(proxy.endpoint)
+        assert time.monotonic() - begin < METADATA_TIMEOUT_S
+        assert len(fake.reads) == 1
+        proxy.mend()
+        await until(lambda: world.breakers.closed(proxy.endpoint))
+        assert await world.load(proxy.endpoint) == DATA

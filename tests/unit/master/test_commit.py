@@ -9,9 +9,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from kvstore.core.errors import KvError, NoSpace, Unavailable
+from kvstore.core.errors import KvError, NoSpace, ReadOnly, Unavailable
 from kvstore.master.change import Change
-from kvstore.master.commit import ALWAYS, SHRINKS, Committer
+from kvstore.master.commit import ALWAYS, GROWS, SHRINKS, Committer
 from kvstore.master.db import Cf, MemoryDb
 from kvstore.master.records import META_PULSE, JournalLimits
 from kvstore.rpc.server import stop_all
@@ -200,6 +200,32 @@ async def test_the_reserve_stops_mutations_before_the_drive_is_full() -> None:
         b.free = 100
         await b.committer.pulse()
         b.committer.admit()
+
+
+async def test_damage_stops_mutations_but_no_heartbeat() -> None:
+    async with bench() as b:
+        b.db.turn.release(100)
+        b.committer.stop_mutations("000009.sst is damaged; restore it")
+        for share in (GROWS, SHRINKS):
+            with pytest.raises(ReadOnly, match=r"000009\.sst is damaged; restore it"):
+                b.committer.admit(share)
+        b.committer.admit(ALWAYS)
+        await asyncio.wait_for(b.put(b"a"), WAIT_S)
+        assert not b.committer.failed.is_set()
+
+
+@pytest.mark.allow_errors("cannot write its database")
+async def test_a_drive_that_cannot_be_asked_for_its_space_has_failed() -> None:
+    async with bench() as b:
+        b.db.turn.release(100)
+
+        def gone() -> int:
+            raise OSError(5, "Input/output error")
+
+        b.committer._free_bytes = gone
+        await b.committer.pulse()
+        with pytest.raises(Unavailable, match="Input/output error"):
+            b.committer.admit(ALWAYS)
 
 
 async def test_the_durable_sequence_is_the_one_from_before_the_flush() -> None:

@@ -390,6 +390,19 @@ async def test_dead_rows_go_when_nobody_holds_them_and_the_fence_has_passed() ->
             await w.put("h", address(10))
 
 
+async def test_a_boot_that_is_over_stays_so() -> None:
+    """An old image of a worker's disk comes back: what it had published was removed, swept and forgotten since."""
+    async with running() as w:
+        await w.join(fences={7: 5, 6: 0})
+        await w.put("f", address(5, boot=6))
+        await w.join(boot=9, fences={9: 0})
+        await w.join(boot=10, fences={10: 0, 6: 5, 7: 0})
+        for over in (address(8, boot=6), address(9, boot=7)):
+            with pytest.raises(Stale):
+                await w.put("g", over)
+        await w.put("g", address(1, boot=10))
+
+
 async def test_fences_only_rise_and_unlisted_boots_are_over() -> None:
     async with running() as w:
         await w.join(fences={7: 5, 6: 0})

@@ -21,9 +21,10 @@ GOLDEN: list[tuple[r.Codec[Any], msgspec.Struct, str]] = [
     (r.VOLUME, r.VolumeRow("n", "ssd", 1.5), "0193a16ea3737364cb3ff8000000000000"),
     (
         r.NODE,
-        r.NodeRow("h:1", "h:2", "", "0.1", 7, 3, 9, {7: 8}, [1]),
-        "019aa3683a31a3683a32a0a3302e310703098107089101c3",
+        r.NodeRow("h:1", "h:2", "", "0.1", 7, 3, 9, {7: 8}, [1], recovered=[Seen(5, 6)], over=[4]),
+        "019ca3683a31a3683a32a0a3302e310703098107089101c3919205069104",
     ),
+    (r.REBUILD, r.RebuildRow("discard"), "0191a764697363617264"),
     (
         r.JOURNAL,
         r.JournalRow(10, "mkdir", 1, "d", 5, r.NameRow(5, 0o040755, 0, 0, 0, 1, 1)),
@@ -59,6 +60,8 @@ def test_a_row_with_fields_of_a_newer_version_still_loads() -> None:
 def test_a_row_without_the_fields_that_came_later() -> None:
     assert r.INODE.load(bytes.fromhex("019201a2c3a9")) == r.InodeRow(1, "é", 0)
     assert r.BLOCK.load(bytes.fromhex("0192059201cfffffffffffffffff")) == r.BlockRow(5, [1, 2**64 - 1], 0, 0)
+    node = r.NODE.load(bytes.fromhex("019aa3683a31a3683a32a0a3302e310703098107089101c3"))
+    assert (node.collects, node.recovered) == (True, [])
     assert r.COUNTERS.load(bytes.fromhex("0196010203040506")) == r.Counters(1, 2, 3, 4, 5, 6, 0, 1)
     assert r.VOLUME.load(r.FORMAT + msgspec.msgpack.encode(["n", "ssd"])) == r.VolumeRow("n", "ssd", 0.0)
 

@@ -19,6 +19,7 @@ from kvstore.master.orders import Answer, Orders
 from kvstore.master.policies import Wanted
 from kvstore.master.publish import Mode, Name, Published, Transaction
 from kvstore.master.quotas import Held
+from kvstore.master.rebuild import Wanted as Rebuilding
 from kvstore.master.records import (
     BLOCK,
     COUNTERS,
@@ -85,12 +86,12 @@ def address(counter: int, boot: int = 7, length: int = 10, digest: int | None = 
 class World:
     """`master` with the verbs of a test in short. Node ``n<i>`` has volume i, boot 7 × i and listens at ``h<i>:1``."""
 
-    def __init__(self, db: Db, settings: Settings = DEFAULT) -> None:
+    def __init__(self, db: Db, settings: Settings = DEFAULT, wanted: Rebuilding | None = None) -> None:
         self.db = db
         self.runtime = StillRuntime()
         self.free = 10 * GIB
         self.committer = Committer(db, self.runtime, lambda: self.free, GIB)
-        self.master = Master(db, self.committer, self.runtime, settings)
+        self.master = Master(db, self.committer, self.runtime, settings, wanted)
         self._numbers: dict[str, int] = {}
 
     async def join(self, i: int = 1, volumes: Sequence[int | VolumeState] | None = None, **other: object) -> Node:
@@ -118,7 +119,7 @@ class World:
     async def report(
         self, i: int = 1, *, held: Sequence[tuple[Address, int]] = (), nowhere: Sequence[Address] = (),
         dead: Sequence[Address] = (), full: Full | None = None, fence: int = 1 << 40, number: int | None = None,
-        digest: int | None = None,
+        digest: int | None = None, named: Sequence[Address] = (),
     ) -> Answer:  # fmt: skip
         node = self.master.nodes.get(f"n{i}")
         expected = node.row.next_report if node else 1
@@ -126,7 +127,7 @@ class World:
         report = Report(
             f"n{i}", 7 * i, number, number if digest is None else digest, {7 * i: fence},
             [(a.block.pack(), v) for a, v in held], [a.block.pack() for a in nowhere],
-            [a.block.pack() for a in dead], full,
+            [a.block.pack() for a in dead], full, [a.block.pack() for a in named],
         )  # fmt: skip
         return await self.master.report(report)
 
@@ -170,9 +171,11 @@ def _raise(result: T | KvError) -> T:
 
 
 @asynccontextmanager
-async def running(db: Db | None = None, settings: Settings = DEFAULT) -> AsyncIterator[World]:
+async def running(
+    db: Db | None = None, settings: Settings = DEFAULT, wanted: Rebuilding | None = None
+) -> AsyncIterator[World]:
     """A world whose commits are flushed; its database is checked at the end."""
-    world = World(db or MemoryDb(), settings)
+    world = World(db or MemoryDb(), settings, wanted)
     task = asyncio.create_task(world.committer.run())
     try:
         yield world

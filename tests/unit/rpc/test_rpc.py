@@ -32,6 +32,7 @@ class Fake(master_pb2_grpc.MasterServicer):
     def __init__(self, name: str) -> None:
         self.name, self.calls, self.caller = name, 0, Caller()
         self.fail: list[Exception] = []
+        self.admission = server.Admission()
 
     @server.unary
     async def Lookup(self, request: master_pb2.LookupRequest, caller: Caller) -> master_pb2.LookupReply:

@@ -1,0 +1,281 @@
+"""What a worker has noted beside a block claims a name for it, when names are taken back (rule 22). Pure.
+
+A claim says: at sequence s the entry at this path listed this block. Of two that contradict each other (two blocks of
+one path, two paths of one block) the later one holds: by sequence among claims, by the time of its last change against
+an entry that the database had before. A directory that is needed for a name takes the place of a file.
+
+The column `claims` holds what a crash in the middle must not lose, and goes at the end:
+
+    "n" inode             sequence of the claim that made this entry
+    "u" volume, block id  length: a block for which no name was found yet
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kvstore.core import paths
+from kvstore.core.errors import InvalidRequest
+from kvstore.core.types import ROOT_INODE, U63_MAX, Address, Seen
+from kvstore.master import blocks, journal, policies, tree
+from kvstore.master.change import Change
+from kvstore.master.cluster import Cluster
+from kvstore.master.db import Cf
+from kvstore.master.mkdir import DEFAULT_MODE, make_one
+from kvstore.master.records import (
+    PERMISSIONS,
+    S_IFREG,
+    BlockRow,
+    NameRow,
+    name_key,
+    pack_u64,
+    replica_key,
+    unpack_u64,
+)
+from kvstore.master.tree import Place, Tree
+
+MAX_CLAIMS: Final = 1024
+"""In one message."""
+STEP: Final = 1024
+"""Rows of the column `claims` that one step looks at: some 10 ms."""
+MADE: Final = b"n"
+UNNAMED: Final = b"u"
+
+
+class NotedName(NamedTuple):
+    path: str
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    ctime_ns: int
+    at: Seen
+    """When it was true."""
+
+
+class Claim(NamedTuple):
+    """A block that lies in a volume; `name` None: nothing is noted beside it."""
+
+    address: Address
+    volume: int
+    name: NotedName | None
+
+
+class Outcome(enum.Enum):
+    NAMED = enum.auto()
+    """The entry lists the block, by this claim or by an earlier one."""
+    WITHOUT_NOTE = enum.auto()
+    MALFORMED = enum.auto()
+    """A path that no client can have sent."""
+    KNOWN = enum.auto()
+    """Nothing that the database lacks: it knows better."""
+    LOST = enum.auto()
+    """A later claim, or a directory, has the path."""
+    DEAD = enum.auto()
+
+
+class _Lost(Exception):
+    pass
+
+
+def check(claims: Sequence[Claim]) -> None:
+    """Raises InvalidRequest for what no worker of ours sends."""
+    if len(claims) > MAX_CLAIMS:
+        raise InvalidRequest(f"{len(claims)} blocks are too many for one page; at most {MAX_CLAIMS}")
+    for address, _, name in claims:
+        if not 0 < address.length_bytes <= U63_MAX:
+            raise InvalidRequest(f"block {address.block} of {address.length_bytes} bytes: out of range")
+        if name is not None and max(name.at.sequence, abs(name.mtime_ns), abs(name.ctime_ns)) > U63_MAX:
+            raise InvalidRequest(f"the note of block {address.block} is out of range")
+
+
+def take(
+    change: Change, cluster: Cluster, node: str, claims: Iterable[Claim], is_ahead: Callable[[Seen], bool]
+) -> Counter[Outcome]:
+    """Entries for the claims of one page, and holders for blocks that have an entry. Any number of times, in any order.
+
+    `is_ahead`: whether the database lacks this point of the history; of what it has it knows the end.
+    """
+    return Counter(_take(change, cluster, node, claim, is_ahead) for claim in claims)
+
+
+def _take(change: Change, cluster: Cluster, node: str, claim: Claim, is_ahead: Callable[[Seen], bool]) -> Outcome:
+    block = claim.address.block.pack()
+    row = blocks.read(change, block)
+    if row is not None and row.dead:
+        return Outcome.DEAD  # for ever: never owned again (rule 10)
+    outcome = Outcome.WITHOUT_NOTE
+    if claim.name is not None:
+        outcome = _claimed(change, claim, claim.name, row) if is_ahead(claim.name.at) else Outcome.KNOWN
+        row = blocks.read(change, block)
+    if row is None:
+        change.put(Cf.CLAIMS, _unnamed_key(claim.volume, block), pack_u64(claim.address.length_bytes))
+    else:
+        _hold(change, cluster, node, block, row, claim.volume)
+        change.delete(Cf.CLAIMS, _unnamed_key(claim.volume, block))
+    return outcome
+
+
+def _claimed(change: Change, claim: Claim, name: NotedName, row: BlockRow | None) -> Outcome:
+    part = change.nested()
+    part.counters.sequence = max(part.counters.sequence, name.at.sequence)
+    try:
+        _place(part, claim, name, row)
+    except InvalidRequest:
+        return Outcome.MALFORMED
+    except _Lost:
+        return Outcome.LOST
+    part.merge()
+    return Outcome.NAMED
+
+
+def _place(change: Change, claim: Claim, name: NotedName, row: BlockRow | None) -> None:
+    """Raises InvalidRequest for a path that is none, _Lost when something later has it."""
+    *above, last = paths.split(name.path) or ("",)
+    paths.check_name(last)
+    listed = blocks.owner(change, claim.address.block.pack(), row.inode) if row is not None else None
+    if listed is not None and not _is_later(change, name, listed[1]):
+        return  # this very claim from another replica, or an earlier one
+    view = Tree(change, {})
+    place = Place(_directory(change, view, name, above), last)
+    there = view.stored(place)
+    if there is not None and not (listed is not None and listed[1].inode == there.inode):
+        if there.is_dir or not _is_later(change, name, there):
+            raise _Lost
+        _withdraw(change, place, there)
+    if listed is None:
+        _create(change, place, claim, name)
+    else:
+        _move(change, Place(listed[0].parent, listed[0].name), place, listed[1], name)
+
+
+def _directory(change: Change, view: Tree, name: NotedName, parts: Sequence[str]) -> int:
+    """The inode of the directory for the name. A file in its way goes, if a claim made it or it is older."""
+    at = ROOT_INODE
+    for part in parts:
+        place = Place(at, part)
+        row = view.stored(place)
+        if row is not None and not row.is_dir:
+            if _made_at(change, row) is None and not _is_later(change, name, row):
+                raise _Lost
+            _withdraw(change, place, row)
+            row = None
+        at = row.inode if row is not None else make_one(change, view, place, DEFAULT_MODE, 0, 0).inode
+    return at
+
+
+def _is_later(change: Change, name: NotedName, entry: NameRow) -> bool:
+    """Sequences of two histories cannot be compared: an entry that the database had is judged by its time."""
+    made_at = _made_at(change, entry)
+    return name.ctime_ns > entry.ctime_ns if made_at is None else name.at.sequence > made_at
+
+
+def _made_at(change: Change, entry: NameRow) -> int | None:
+    """The sequence of the claim that made an entry; None: none did."""
+    stored = change.get(Cf.CLAIMS, MADE + pack_u64(entry.inode))
+    return None if stored is None else unpack_u64(stored)
+
+
+def _create(change: Change, place: Place, claim: Claim, name: NotedName) -> None:
+    block, length, digest = claim.address
+    mode = S_IFREG | name.mode & PERMISSIONS
+    row = NameRow(
+        change.mint(), mode, name.uid, name.gid, length, name.mtime_ns, name.ctime_ns, block.pack(), digest
+    )  # fmt: skip
+    blocks.own(change, row.block, row.inode, claim.volume, policies.nearest(change, place.parent), length)
+    change.counters.files += 1
+    tree.put_new(change, place, row)
+    tree.touch(change, place.parent)
+    change.put(Cf.CLAIMS, MADE + pack_u64(row.inode), pack_u64(name.at.sequence))
+    journal.append(change, "publish", *place, row.inode, row)
+
+
+def _move(change: Change, source: Place, target: Place, entry: NameRow, name: NotedName) -> None:
+    """The entry that lists the block already is called otherwise, or has other attributes."""
+    policy = policies.own(change, entry.inode)
+    mode = S_IFREG | name.mode & PERMISSIONS
+    row = msgspec.structs.replace(
+        entry, mode=mode, uid=name.uid, gid=name.gid, mtime_ns=name.mtime_ns, ctime_ns=name.ctime_ns
+    )
+    change.delete(Cf.NAMES, name_key(*source))
+    tree.put_new(change, target, row, policy)
+    above = policies.nearest(change, target.parent)
+    if policy:
+        policies.put_below(change, policy, above)
+    blocks.relabel(change, row.block, row.length_bytes, policy or above)
+    tree.touch(change, target.parent)
+    change.put(Cf.CLAIMS, MADE + pack_u64(row.inode), pack_u64(name.at.sequence))
+    if source == target:
+        journal.append(change, "setattr", *target, row.inode, row)
+    else:
+        journal.append(change, "rename", *source, row.inode, row, *target)
+
+
+def _withdraw(change: Change, place: Place, entry: NameRow) -> None:
+    """An entry goes, but its block does not die: until all is known it may have another name."""
+    row = blocks.read(change, entry.block) if entry.block else None
+    if row is not None:
+        for volume in row.volumes:
+            change.delete(Cf.REPLICAS, replica_key(volume, entry.block))
+            change.put(Cf.CLAIMS, _unnamed_key(volume, entry.block), pack_u64(entry.length_bytes))
+        change.delete(Cf.BLOCKS, entry.block)
+        policies.count(change, row.policy, -row.length_bytes, -1)
+    policies.forget(change, policies.own(change, entry.inode), is_dir=False)
+    for column, key in (
+        (Cf.NAMES, name_key(*place)),
+        (Cf.INODES, pack_u64(entry.inode)),
+        (Cf.CLAIMS, MADE + pack_u64(entry.inode)),
+    ):
+        change.delete(column, key)
+    change.counters.files -= 1
+    journal.append(change, "remove", *place, entry.inode, entry)
+
+
+def _hold(change: Change, cluster: Cluster, node: str, block: bytes, row: BlockRow, volume: int) -> None:
+    if volume not in row.volumes:
+        mine = [v for v in row.volumes if cluster.homes.get(v) == node]
+        blocks.set_holders(change, cluster, node, block, row, [*mine, volume])
+
+
+class Unnamed(NamedTuple):
+    """Blocks on one worker for which no name was found."""
+
+    blocks: int = 0
+    bytes: int = 0
+
+
+def settle_step(change: Change, cluster: Cluster, start: bytes, unnamed: dict[str, Unnamed]) -> bytes:
+    """Once all claims are in: blocks without one get their holders, where another replica had a name; the rest are
+    counted in `unnamed`, by node. Looks at STEP rows; returns where to go on, b"" at the end."""
+    rows = change.scan(Cf.CLAIMS, start or UNNAMED, _after(UNNAMED), STEP)
+    for key, length in rows:
+        volume, block = unpack_u64(key, 1), key[9:]
+        node = cluster.homes.get(volume, "")
+        row = blocks.read(change, block)
+        if row is None:
+            count, size = unnamed.get(node, Unnamed())
+            unnamed[node] = Unnamed(count + 1, size + unpack_u64(length))
+        elif not row.dead:
+            _hold(change, cluster, node, block, row, volume)
+    return rows[-1][0] + b"\0" if len(rows) == STEP else b""
+
+
+def clear_step(change: Change) -> bool:
+    """Empty the column, STEP rows at a time; whether there is more."""
+    rows = change.scan(Cf.CLAIMS, b"", None, STEP)
+    for key, _ in rows:
+        change.delete(Cf.CLAIMS, key)
+    return len(rows) == STEP
+
+
+def _unnamed_key(volume: int, block: bytes) -> bytes:
+    return UNNAMED + pack_u64(volume) + block
+
+
+def _after(prefix: bytes) -> bytes:
+    return bytes((prefix[0] + 1,))

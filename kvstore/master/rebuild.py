@@ -1,0 +1,235 @@
+"""Names are taken back from the workers after the master's disk was lost, emptied or replaced by an older one, or what
+the workers have beyond the database is forgotten (rules 16, 22): `kvstore master --rebuild`, `--discard`.
+
+    gather   workers register and, for a rebuild, send what is noted beside their blocks (`claims`). Ends when as many
+             as the operator expects are there, or when no new one has come for a while, and all have sent everything
+    settle   blocks without a note get their holders where another replica had a name; the rest are counted
+    clear    the column `claims` is emptied
+    finish   workers of which every block has a name, and all workers after a discard, are collected from again
+
+Until the end clients are refused, and nothing is unlinked. A crash in between: it begins anew at the next start, from
+what is there. Blocks without a name are kept until an operator discards them: an older copy of the database may know
+them.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from kvstore.config.units import format_size
+from kvstore.core.errors import InvalidRequest, Unavailable
+from kvstore.core.types import U63_MAX, Seen
+from kvstore.master import claims
+from kvstore.master.change import Change
+from kvstore.master.claims import Claim, Outcome, Unnamed
+from kvstore.master.db import Cf, Reader
+from kvstore.master.nodes import Node, Nodes
+from kvstore.master.records import META_REBUILD, REBUILD, RebuildRow, dump
+from kvstore.master.told import Registration
+
+log = logging.getLogger(__name__)
+
+WAIT_S: Final = 30.0
+"""For another worker, when nobody says how many there are."""
+PROGRESS_EVERY_S: Final = 2.0
+MAX_TELLING: Final = 8
+"""Workers that send their names at the same time: a page takes the loop for some 30 ms, and its worker waits for it."""
+INODES_AT: Final = 40
+"""Inode numbers go on at a random multiple of 2^40: none that a mount may still know comes again for other content."""
+
+
+class Kind(enum.Enum):
+    REBUILD = "rebuild"
+    DISCARD = "discard"
+
+
+class Wanted(NamedTuple):
+    """What the operator asks for. `workers`: how many there are; 0: until no new one comes for `wait_s`."""
+
+    kind: Kind
+    workers: int = 0
+    wait_s: float = WAIT_S
+
+
+class Step(enum.Enum):
+    GATHER = enum.auto()
+    SETTLE = enum.auto()
+    CLEAR = enum.auto()
+    DONE = enum.auto()
+
+
+class _Worker:
+    """One that has registered. `seen`: what of other histories; `is_told`: it has sent everything."""
+
+    def __init__(self, boot: int, seen: Sequence[Seen]) -> None:
+        self.boot, self.seen, self.is_told = boot, list(seen), False
+
+
+def begin(change: Change, wanted: Wanted | None, random: int) -> Wanted | None:
+    """Which rebuild this start of a master has to do, one that a crash cut short included. None: none."""
+    stored = change.get(Cf.META, META_REBUILD)
+    if wanted is None:
+        return None if stored is None else Wanted(Kind(REBUILD.load(stored).kind))
+    if stored is None:
+        change.counters.next_inode = max(change.counters.next_inode, _inodes(random))
+    change.put(Cf.META, META_REBUILD, dump(RebuildRow(wanted.kind.value)))
+    return wanted
+
+
+def is_empty(reader: Reader) -> bool:
+    """Whether a database has nothing but its root: no other name, and nobody was ever here."""
+    at_most = ((Cf.NAMES, 1), (Cf.BLOCKS, 0), (Cf.NODES, 0))
+    return all(len(reader.scan(column, b"", None, count + 1)) <= count for column, count in at_most)
+
+
+def _inodes(random: int) -> int:
+    return (random % (1 << 61 - INODES_AT) + 1) << INODES_AT
+
+
+class Rebuild:
+    """`step` and `notice`: what it is doing. The methods that take a `Change` belong to the step that writes it."""
+
+    def __init__(self, wanted: Wanted, nodes: Nodes, base_sequence: int, now_s: float) -> None:
+        """`base_sequence`: of the database as it was."""
+        self.wanted, self.step, self.notice = wanted, Step.GATHER, f"{wanted.kind.value}: waiting for workers"
+        self.base_sequence = base_sequence
+        self._nodes = nodes
+        self._workers: dict[str, _Worker] = {}
+        self._tally: Counter[Outcome] = Counter()
+        self._unnamed: dict[str, Unnamed] = {}
+        self._at = b""
+        self._newest_s = self._said_s = now_s
+
+    def refuse(self) -> Unavailable:
+        """The error for clients."""
+        return Unavailable(f"the master takes names back from its workers ({self.notice}); try again later")
+
+    # ---- gather
+
+    def prepare(self, change: Change, new: Registration) -> None:
+        """Before a registration: the sequence goes on above all that its worker has seen. Raises InvalidRequest."""
+        highest = max((new.sequence, *(seen.sequence for seen in new.seen)))
+        if highest > U63_MAX:
+            raise InvalidRequest(f"sequence {highest} is out of range")
+        change.counters.sequence = max(change.counters.sequence, highest)
+
+    def registered(self, new: Registration, now_s: float) -> None:
+        known = self._workers.get(new.node)
+        if known is None:
+            self._newest_s = now_s
+        if known is None or known.boot != new.boot:
+            self._workers[new.node] = _Worker(new.boot, new.seen)
+
+    def wants(self, node: Node) -> bool:
+        """Whether this worker is to begin to send its names: a few at a time, in the order in which they came."""
+        return self.takes(node) and node.id in itertools.islice(self._silent(), MAX_TELLING)
+
+    def takes(self, node: Node) -> bool:
+        """Whether names of this worker are of use."""
+        worker = self._workers.get(node.id)
+        is_gathering = self.step is Step.GATHER and self.wanted.kind is Kind.REBUILD
+        return is_gathering and worker is not None and not worker.is_told
+
+    def take(self, change: Change, node: Node, page: Sequence[Claim]) -> None:
+        """One page of a worker's; what it says of volumes that it does not have is ignored. Raises InvalidRequest."""
+        claims.check(page)
+        mine = set(node.row.volumes)
+        own = [claim for claim in page if claim.volume in mine]
+        self._tally += claims.take(change, self._nodes.cluster, node.id, own, self._is_ahead)
+
+    def told_all(self, node: Node) -> None:
+        """That was its last page."""
+        worker = self._workers.get(node.id)
+        if worker is not None:
+            worker.is_told = True
+
+    def _is_ahead(self, seen: Seen) -> bool:
+        return self._nodes.lacks(seen, self.base_sequence)
+
+    # ---- the rest, a bounded step at a time
+
+    def go_on(self, change: Change, now_s: float) -> bool:
+        """The next step, or a look whether it is time for it. False when there is nothing to do for a moment."""
+        if self.step is Step.GATHER:
+            self._look(now_s)
+            return self.step is not Step.GATHER
+        if self.step is Step.SETTLE:
+            self._at = claims.settle_step(change, self._nodes.cluster, self._at, self._unnamed)
+            self.step = Step.SETTLE if self._at else Step.CLEAR
+        elif self.step is Step.CLEAR and not claims.clear_step(change):
+            self._finish(change)
+            self.step = Step.DONE
+        return True
+
+    def _look(self, now_s: float) -> None:
+        told, waiting = self._progress()
+        self.notice = (
+            f"{self.wanted.kind.value}: {len(self._workers)} workers here, {told} have told all; "
+            f"{self._tally.total():,} blocks, {self._tally[Outcome.NAMED]:,} names"
+        )
+        expected = self.wanted.workers
+        all_here = len(self._workers) >= expected if expected else now_s >= self._newest_s + self.wanted.wait_s
+        if self._workers and all_here and not waiting:
+            self.step = Step.SETTLE
+        elif now_s >= self._said_s + PROGRESS_EVERY_S:
+            self._said_s = now_s
+            log.info("%s%s", self.notice, f"; {expected} workers are awaited" if expected else "")
+
+    def _progress(self) -> tuple[int, int]:
+        """(workers that have told all, live ones that have not yet)."""
+        told = sum(worker.is_told for worker in self._workers.values())
+        if self.wanted.kind is Kind.DISCARD:
+            return told, 0
+        return told, sum(1 for _ in self._silent())
+
+    def _silent(self) -> Iterator[str]:
+        """Live workers that have not told all."""
+        for id, worker in self._workers.items():
+            node = self._nodes.get(id)
+            if not worker.is_told and node is not None and self._nodes.live(node):
+                yield id
+
+    def _finish(self, change: Change) -> None:
+        change.delete(Cf.META, META_REBUILD)
+        for id, worker in self._workers.items():
+            node = self._nodes.get(id)
+            if node is None:
+                continue
+            is_whole = worker.is_told and not self._unnamed.get(id, Unnamed()).blocks
+            if self.wanted.kind is Kind.DISCARD or is_whole:
+                self._nodes.trust(change, node, worker.seen)
+            node.is_to_register = True
+        self._sum_up(change)
+
+    def _sum_up(self, change: Change) -> None:
+        lost, without = self._tally[Outcome.LOST], self._tally[Outcome.WITHOUT_NOTE]
+        unnamed = [sum(column) for column in zip(*self._unnamed.values(), strict=True)] or [0, 0]
+        counters = change.counters
+        self.notice = (
+            f"{self.wanted.kind.value} complete: {counters.files:,} files in {counters.directories - 1:,} directories "
+            f"from {len(self._workers)} workers; blocks without a note {without:,}, names that a later one has "
+            f"replaced {lost:,}, malformed {self._tally[Outcome.MALFORMED]:,}"
+        )
+        log.info("%s", self.notice)
+        if self.wanted.kind is Kind.DISCARD:
+            return
+        log.warning(
+            "what may be old: files of directories that were renamed are back under the old path, files that were "
+            "removed while every holder was away may be back; empty files and directories, modes of directories, "
+            "quotas, TTLs and pins that this database did not have are gone: set them again"
+        )
+        absent = [node for node, worker in self._workers.items() if not worker.is_told]
+        if absent:
+            log.warning("went before they had told all: %s; when they are back, --rebuild takes the rest", absent)
+        if unnamed[0]:
+            kept = f"{unnamed[0]:,} blocks ({format_size(unnamed[1])}) have no name"
+            self.notice += f"; {kept}: kept until the master is started with --discard"
+            log.warning(
+                "%s: they are kept, and nothing is collected on their workers (%s), until the master is started with "
+                "--discard", kept, ", ".join(sorted(self._unnamed)),
+            )  # fmt: skip

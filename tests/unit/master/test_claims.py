@@ -1,0 +1,225 @@
+"""Names taken back from notes: what wins, in whatever order the workers tell."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstore.core.errors import InvalidRequest, NotFound
+from kvstore.core.types import Address, BlockId, Seen
+from kvstore.master import claims
+from kvstore.master.claims import Claim, NotedName, Outcome, Unnamed
+from kvstore.master.db import Cf
+from tests.unit.master.world import World, address, keys, running
+
+HISTORY = 99
+"""Of an incarnation that the database does not know."""
+
+
+def claim(
+    path: str | None, counter: int, sequence: int = 1, *, volume: int = 1, ctime: int = 0, boot: int = 7
+) -> Claim:
+    name = NotedName(path, 0o640, 1, 2, 30, ctime or sequence, Seen(HISTORY, sequence)) if path is not None else None
+    return Claim(address(counter, boot), volume, name)
+
+
+def take(world: World, *page: Claim, node: str = "n1") -> Counter[Outcome]:
+    change = world.master._change()
+    found = claims.take(change, world.master.nodes.cluster, node, page, lambda seen: seen.incarnation == HISTORY)
+    world.committer.write(change)
+    return found
+
+
+def settle(world: World) -> dict[str, Unnamed]:
+    """To the end of a rebuild."""
+    unnamed: dict[str, Unnamed] = {}
+    change, at = world.master._change(), b""
+    while at := claims.settle_step(change, world.master.nodes.cluster, at, unnamed):
+        pass
+    while claims.clear_step(change):
+        pass
+    world.committer.write(change)
+    assert not keys(world.db, Cf.CLAIMS)
+    return unnamed
+
+
+def block_at(world: World, path: str) -> int:
+    found = world.stat(path).address
+    assert found is not None
+    return found.block.counter
+
+
+def tree(world: World) -> dict[str, int]:
+    """Path → counter of its block, of all files."""
+    found = {}
+    waiting = [""]
+    while waiting:
+        base = waiting.pop()
+        at = world.stat(base).inode
+        for name in [key[8:].decode() for key in keys(world.db, Cf.NAMES) if key[:8] == at.to_bytes(8, "big")]:
+            path = f"{base}/{name}" if base else name
+            if world.stat(path).is_dir:
+                waiting.append(path)
+            else:
+                found[path] = block_at(world, path)
+    return found
+
+
+async def test_a_name_comes_back_with_its_attributes_and_directories() -> None:
+    async with running() as w:
+        await w.join()
+        assert take(w, claim("a/b/c", 5, sequence=700)) == {Outcome.NAMED: 1}
+        entry = w.stat("a/b/c")
+        assert entry.address == address(5)
+        assert (entry.mode, entry.uid, entry.gid, entry.mtime_ns, entry.ctime_ns) == (0o100640, 1, 2, 30, 700)
+        assert [replica.volume for replica in entry.replicas] == [1]
+        assert w.stat("a/b").is_dir
+        assert (w.master.counters().files, w.master.counters().directories) == (1, 3)
+        assert w.master.counters().sequence > 700, "history goes on above what was noted"
+        assert settle(w) == {}
+
+
+async def test_the_same_claims_again_change_nothing() -> None:
+    async with running() as w:
+        await w.join()
+        page = [claim("a/b", 1), claim("c", 2), claim(None, 3), claim("c", 4, 9)]
+        take(w, *page)
+        before = dict(w.db.scan(Cf.NAMES, b"", None, 100))
+        take(w, *page)
+        assert dict(w.db.scan(Cf.NAMES, b"", None, 100)) == before
+        assert tree(w) == {"a/b": 1, "c": 4}
+        assert settle(w) == {"n1": Unnamed(2, 20)}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_of_two_blocks_of_one_path_the_later_note_wins(order: Sequence[int]) -> None:
+    async with running() as w:
+        await w.join()
+        pair = [claim("a", 1, 10), claim("a", 2, 20)]
+        take(w, *(pair[i] for i in order))
+        assert tree(w) == {"a": 2}
+        assert settle(w) == {"n1": Unnamed(1, 10)}, "the other one is kept, without a name"
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_of_two_paths_of_one_block_the_later_note_wins(order: Sequence[int]) -> None:
+    async with running() as w:
+        await w.join(1)
+        await w.join(2)
+        pair = [("n1", claim("old", 1, 10, volume=1)), ("n2", claim("new", 1, 20, volume=2))]
+        for i in order:
+            take(w, pair[i][1], node=pair[i][0])
+        assert tree(w) == {"new": 1}
+        assert {replica.node for replica in w.stat("new").replicas} == {"n1", "n2"}
+        assert settle(w) == {}
+
+
+async def test_a_block_that_lost_its_path_may_have_another_one_later() -> None:
+    async with running() as w:
+        await w.join(1)
+        await w.join(2)
+        take(w, claim("p", 1, 10))
+        take(w, claim("p", 2, 20))
+        take(w, claim("q", 1, 30, volume=2), node="n2")
+        assert tree(w) == {"p": 2, "q": 1}
+        assert settle(w) == {}
+        assert {replica.node for replica in w.stat("q").replicas} == {"n1", "n2"}, "the first holder was not forgotten"
+
+
+async def test_a_replica_without_a_note_holds_what_another_one_names() -> None:
+    async with running() as w:
+        await w.join(1)
+        await w.join(2)
+        take(w, claim(None, 1, volume=2), node="n2")
+        take(w, claim("p", 1))
+        assert settle(w) == {}
+        assert {replica.node for replica in w.stat("p").replicas} == {"n1", "n2"}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+async def test_a_directory_takes_the_place_of_a_file(order: Sequence[int]) -> None:
+    async with running() as w:
+        await w.join()
+        pair = [claim("a", 1, 50), claim("a/b", 2, 10)]
+        take(w, *(pair[i] for i in order))
+        assert tree(w) == {"a/b": 2}
+
+
+async def test_what_is_no_path_is_no_name() -> None:
+    async with running() as w:
+        await w.join()
+        wrong = ["", "/", "../x", "a/./b", "a\0", "n" * 256, "x/" * 300]
+        found = take(w, *(claim(path, i + 1) for i, path in enumerate(wrong)))
+        assert found == {Outcome.MALFORMED: len(wrong)}
+        assert settle(w) == {"n1": Unnamed(len(wrong), 10 * len(wrong))}
+        with pytest.raises(InvalidRequest, match="too many"):
+            claims.check([claim("a", 1)] * 1025)
+        with pytest.raises(InvalidRequest, match="range"):
+            claims.check([Claim(Address(BlockId(7, 1), 0, 1), 1, None)])
+        with pytest.raises(InvalidRequest, match="range"):
+            claims.check([claim("a", 1, 1 << 63)])
+
+
+async def test_a_database_that_is_old_knows_better_what_it_has_seen() -> None:
+    async with running() as w:
+        await w.join()
+        await w.put("a", address(1))
+        known = claim("b", 1)._replace(name=NotedName("b", 0, 0, 0, 0, 1 << 62, Seen(1, 1)))
+        assert take(w, known) == {Outcome.KNOWN: 1}
+        assert tree(w) == {"a": 1}
+
+
+async def test_an_old_database_is_judged_by_the_time_of_the_last_change() -> None:
+    async with running() as w:
+        await w.join()
+        now = w.runtime.now_ns
+        for i, path in enumerate(("renamed since", "replaced since", "replaced here", "in the way", "older")):
+            await w.put(path, address(i + 1))
+        await w.policy("renamed since", pinned=True)
+        take(
+            w,
+            claim("renamed/to", 1, 5, ctime=now + 1),
+            claim("replaced since", 12, 5, ctime=now + 1),
+            claim("replaced here", 13, 5, ctime=now - 1),
+            claim("in the way/of this", 14, 5, ctime=now + 1),
+            claim("older/and so gone", 15, 5, ctime=now - 1),
+        )
+        assert tree(w) == {
+            "renamed/to": 1, "replaced since": 12, "replaced here": 3, "in the way/of this": 14, "older": 5,
+        }  # fmt: skip
+        assert [policy.row.pinned for policy in w.master.policies(0, "renamed/to").policies] == [True]
+        settle(w)
+
+
+async def test_what_died_here_stays_dead() -> None:
+    """Owned, dead, never back (rule 10)."""
+    async with running() as w:
+        await w.join()
+        await w.put("a", address(1))
+        await w.remove("a")
+        assert take(w, claim("b", 1, 5)) == {Outcome.DEAD: 1}
+        with pytest.raises(NotFound):
+            w.stat("b")
+        settle(w)
+
+
+PATHS = ("a", "b", "a/x", "a/y", "b/x", "b/x/y")
+
+
+@given(st.data())
+async def test_the_order_of_claims_does_not_matter(data: st.DataObject) -> None:
+    paths = data.draw(st.lists(st.sampled_from(PATHS), min_size=1, max_size=8))
+    page = [claim(path, i + 1, sequence=i * 10 + 1) for i, path in enumerate(paths)]
+    shuffled = data.draw(st.permutations(page))
+    directories = {path[:at] for path in paths for at, letter in enumerate(path) if letter == "/"}
+    expected = {path: i + 1 for i, path in enumerate(paths) if path not in directories}
+    async with running() as w:
+        await w.join()
+        take(w, *shuffled)
+        assert tree(w) == expected
+        unnamed = settle(w).get("n1", Unnamed())
+        assert unnamed.blocks == len(page) - len(expected)
