@@ -86,6 +86,12 @@ class AsyncBlocks(Protocol):
     async def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
         """Throw it away; closes `staging.fd`."""
 
+    async def give_up(self, blocks: Sequence[SealedBlock], *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        """Blocks that nobody will publish (any more): they go, unless an attempt to publish them succeeded after all.
+
+        Remote workers are told in the background.
+        """
+
     async def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
         """A read-only fd of the whole, verified block (of an empty file for an entry without one)."""
 
@@ -142,6 +148,9 @@ class AsyncLocalBlocks:
     async def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
         staging.close()
         await self._worker.abort(staging.handle, timeout_s=timeout_s)
+
+    async def give_up(self, blocks: Sequence[SealedBlock], *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        await self._worker.give_up([block.address for block in blocks], timeout_s=timeout_s)
 
     async def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
         if entry.address is None:
@@ -246,6 +255,9 @@ class AsyncRemoteBlocks:
     async def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
         staging.drop()
 
+    async def give_up(self, blocks: Sequence[SealedBlock], *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        self._remote.give_up(blocks)
+
     async def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
         """Fetches the whole block into a file without a name."""
         if entry.address is None:
@@ -343,6 +355,16 @@ async def abandon(blocks: AsyncBlocks, staging: Staging, deadline: Deadline) -> 
         await blocks.abort(staging, timeout_s=abandon_timeout_s(deadline))
     except KvError as error:
         log.debug("staging was left behind: %s", error)
+
+
+async def give_up(blocks: AsyncBlocks, unpublished: Sequence[SealedBlock], deadline: Deadline) -> None:
+    """After a failed publish: whoever cannot be told has the blocks until the session's grace is over."""
+    if not unpublished:
+        return
+    try:
+        await blocks.give_up(unpublished, timeout_s=abandon_timeout_s(deadline))
+    except KvError as error:
+        log.debug("blocks were left behind: %s", error)
 
 
 def abandon_timeout_s(deadline: Deadline) -> float:

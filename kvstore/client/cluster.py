@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
-from kvstore.client.breaker import AsyncBreaker, Breakers, ThreadBreaker
 from kvstore.client.deadline import Deadline
 from kvstore.client.flight import AsyncFlight, Flight
 from kvstore.client.messages import ClusterMap
@@ -22,6 +21,7 @@ from kvstore.core.limits import MAX_BLOCK_BYTES, METADATA_TIMEOUT_S
 from kvstore.core.placement import Candidate, choose
 from kvstore.core.types import TIERS, Replica
 from kvstore.pb import worker_pb2 as w
+from kvstore.rpc.breaker import AsyncBreaker, Breakers, ThreadBreaker
 from kvstore.rpc.link import AsyncLink, Link
 from kvstore.rpc.metadata import Caller
 from kvstore.rpc.methods import WORKER_STAT

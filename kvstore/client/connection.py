@@ -12,12 +12,12 @@ import socket
 from collections.abc import Awaitable, Callable
 
 from kvstore.client import sockets
-from kvstore.client.breaker import Broken, Silent
 from kvstore.client.deadline import Deadline
 from kvstore.client.sockets import Answer, unreachable
 from kvstore.core import sockproto as sp
 from kvstore.core.errors import KvError, Timeout, Unavailable
 from kvstore.core.limits import METADATA_TIMEOUT_S, PING_TIMEOUT_S, SILENCE_S
+from kvstore.rpc.breaker import Broken, Silent
 
 log = logging.getLogger(__name__)
 

@@ -79,6 +79,12 @@ class AsyncEitherBlocks:
     async def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
         await self._owner(staging, lambda b: b.abort(staging, timeout_s=timeout_s))
 
+    async def give_up(self, blocks: Sequence[SealedBlock], *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        if elsewhere := [block for block in blocks if block.endpoint]:
+            await self._remote.give_up(elsewhere)
+        if here := [block for block in blocks if not block.endpoint]:
+            await self._local.give_up(here, timeout_s=timeout_s)
+
     async def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
         left = Deadline.of(timeout_s, fetch_timeout_s(entry.length_bytes))
         return await self._first(lambda b: b.open(entry, timeout_s=left.left_s), left)
@@ -151,6 +157,12 @@ class EitherBlocks:
 
     def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
         self._owner(staging, lambda b: b.abort(staging, timeout_s=timeout_s))
+
+    def give_up(self, blocks: Sequence[SealedBlock], *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        if elsewhere := [block for block in blocks if block.endpoint]:
+            self._remote.give_up(elsewhere)
+        if here := [block for block in blocks if not block.endpoint]:
+            self._local.give_up(here, timeout_s=timeout_s)
 
     def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
         left = Deadline.of(timeout_s, fetch_timeout_s(entry.length_bytes))

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvstore.client.breaker import blames
 from kvstore.core.errors import Corrupt, Denied, KvError, NoSpace, NotFound, Overloaded, Stale, Timeout, Unavailable
+from kvstore.rpc.breaker import blames
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import aiofiles
 from aiofiles.threadpool.binary import AsyncBufferedReader
 
 from kvstore.client import files
-from kvstore.client.blocks import abandon, with_room
+from kvstore.client.blocks import abandon, give_up, with_room
 from kvstore.client.cache import MetadataCache
 from kvstore.client.deadline import Deadline
 from kvstore.client.files import Progress
@@ -22,6 +22,7 @@ from kvstore.client.jobs import GetJob, PutJob
 from kvstore.client.sockets import SealedBlock
 from kvstore.client.staging import Staging
 from kvstore.client.sync_blocks import abandon as abandon_here
+from kvstore.client.sync_blocks import give_up as give_up_here
 from kvstore.client.sync_blocks import with_room as with_room_here
 from kvstore.client.wiring import AsyncParts, Parts
 from kvstore.core.errors import KvError
@@ -111,12 +112,14 @@ class AsyncFlow:
                 names, left_s = job.pending(), deadline.left_s
                 job.looked_up(await self._parts.meta.lookup(names, timeout_s=left_s, each_s=deadline.answer_s))
             self._parts.check_master(deadline)
-            job.stored(await asyncio.gather(*(_outcome(store(i)) for i in job.to_store())))
+            await asyncio.gather(*(_store(job, i, store) for i in job.to_store()))
             if publications := job.publications():
                 left_s, each_s = deadline.left_s, deadline.answer_s
                 job.published(await self._parts.meta.publish(publications, timeout_s=left_s, each_s=each_s))
         except KvError as error:
             job.failed(error)
+        finally:  # also when the caller was cancelled
+            await give_up(self._parts.blocks, job.unpublished(), deadline)
 
     async def _load(self, job: GetJob, deadline: Deadline) -> None:
         if not (wishes := job.to_load()):
@@ -196,23 +199,25 @@ class Flow:
         with_room_here(self._parts.blocks, staging, size, deadline, write)
 
     def _put_round(self, job: PutJob, store: SyncStore, deadline: Deadline) -> None:
-        def outcome(index: int) -> SealedBlock | KvError:
+        def store_one(index: int) -> None:
             try:
-                return store(index)
+                job.stored(index, store(index))
             except KvError as error:
-                return error
+                job.stored(index, error)
 
         try:
             if job.if_absent:
                 names, left_s = job.pending(), deadline.left_s
                 job.looked_up(self._parts.meta.lookup(names, timeout_s=left_s, each_s=deadline.answer_s))
             self._parts.check_master(deadline)
-            job.stored(self._parts.threads.map(outcome, job.to_store(), deadline))
+            self._parts.threads.map(store_one, job.to_store(), deadline)
             if publications := job.publications():
                 left_s, each_s = deadline.left_s, deadline.answer_s
                 job.published(self._parts.meta.publish(publications, timeout_s=left_s, each_s=each_s))
         except KvError as error:
             job.failed(error)
+        finally:
+            give_up_here(self._parts.blocks, job.unpublished(), deadline)
 
     def _load(self, job: GetJob, deadline: Deadline) -> None:
         if not (wishes := job.to_load()):
@@ -223,11 +228,11 @@ class Flow:
             job.load_failed(error)
 
 
-async def _outcome(store: Awaitable[SealedBlock]) -> SealedBlock | KvError:
+async def _store(job: PutJob, index: int, store: Store) -> None:
     try:
-        return await store
+        job.stored(index, await store(index))
     except KvError as error:
-        return error
+        job.stored(index, error)
 
 
 class _Filling:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from kvstore.client import files
-from kvstore.client.breaker import NotAsked
 from kvstore.client.cache import MetadataCache, Token
 from kvstore.client.deadline import Deadline
 from kvstore.client.lost import LostNames
@@ -32,6 +31,7 @@ from kvstore.core.errors import (
     Unavailable,
 )
 from kvstore.core.types import Entry
+from kvstore.rpc.breaker import NotAsked
 
 T = TypeVar("T")
 
@@ -198,8 +198,10 @@ class PutJob:
     def __init__(self, names: Sequence[str], sizes: Sequence[int], lost: LostNames, *, if_absent: bool) -> None:
         self.names, self._sizes, self._lost, self.if_absent = names, sizes, lost, if_absent
         self.results: list[Put | KvError | None] = [None] * len(names)
-        self._blocks: dict[int, SealedBlock | None] = {}
-        """Stored in this round and to be published; None for an empty value."""
+        self._blocks: dict[int, SealedBlock] = {}
+        """Stored in this round and to be published."""
+        self._unpublished: list[SealedBlock] = []
+        """Of values whose publish failed. Some may have been published all the same: the master knows."""
         self._attempt = 0
         self._return_by: Deadline | None = None
         """Until then a server that went may come back; from the first failure on."""
@@ -224,38 +226,45 @@ class PutJob:
         """Indexes of values to store now; an empty one has no block."""
         return [i for i in self._open() if self._sizes[i]]
 
-    def stored(self, outcomes: Sequence[SealedBlock | KvError]) -> None:
-        """In the order of `to_store`."""
-        blocks = iter(outcomes)
-        for i in self._open():
-            outcome = next(blocks) if self._sizes[i] else None
-            if isinstance(outcome, NotFound):  # of the worker's own files, not of a name: it may pass
-                self.results[i] = Unavailable(outcome.message, fault=outcome.fault)
-            elif isinstance(outcome, KvError):
-                self.results[i] = outcome
-            else:
-                self._blocks[i] = outcome
+    def stored(self, index: int, outcome: SealedBlock | KvError) -> None:
+        """Of one of `to_store`, as soon as it is known, in any order and thread."""
+        if isinstance(outcome, NotFound):  # of the worker's own files, not of a name: it may pass
+            self.results[index] = Unavailable(outcome.message, fault=outcome.fault)
+        elif isinstance(outcome, KvError):
+            self.results[index] = outcome
+        else:
+            self._blocks[index] = outcome
 
     def publications(self) -> list[Publication]:
+        """Of all that are stored."""
         mode = PublishMode.IF_ABSENT if self.if_absent else PublishMode.REPLACE
-        return [Publication([self._publish_name(i)], mode, parents=True) for i in self._blocks]
+        return [Publication([self._publish_name(i)], mode, parents=True) for i in self._open()]
 
     def published(self, results: Sequence[PublishResult | KvError]) -> None:
         """In the order of `publications`."""
-        for i, result in zip(self._blocks, results, strict=True):
+        for i, result in zip(self._open(), results, strict=True):
+            block = self._blocks.pop(i, None)
             if isinstance(result, KvError):
                 self.results[i] = result
+                self._unpublished += [block] if block else []
                 continue
             self.results[i] = put = Put(result.entries[0], result.created[0])
             if put.created:
                 self._lost.forget(self.names[i])
-        self._blocks.clear()
 
     def failed(self, error: KvError) -> None:
         """A whole call failed, after the retries that it allows: the round is over for all that are not done."""
-        self._blocks.clear()
         for i in self._open():
             self.results[i] = error
+
+    def unpublished(self) -> list[SealedBlock]:
+        """At the end of a round, however it ended: blocks that it has stored and, as far as it knows, not published. A
+        further one stores them anew, so these are to be given up.
+        """
+        blocks = [*self._unpublished, *self._blocks.values()]
+        self._unpublished.clear()
+        self._blocks.clear()
+        return blocks
 
     def pause(self, deadline: Deadline) -> float | None:
         """Seconds until the next round, for what failed in passing; None when nothing is left to do, or no time.
@@ -289,7 +298,7 @@ class PutJob:
         return [i for i, result in enumerate(self.results) if result is None]
 
     def _publish_name(self, index: int) -> PublishName:
-        name, block = self.names[index], self._blocks[index]
+        name, block = self.names[index], self._blocks.get(index)
         if block is None:
             return PublishName(name)
         return PublishName(name, block.address, block.volume, replace_equal=name in self._lost)

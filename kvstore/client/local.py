@@ -19,7 +19,6 @@ import math
 from collections.abc import Sequence
 
 from kvstore.client import sockets
-from kvstore.client.breaker import AsyncBreaker
 from kvstore.client.connection import DEFAULT_S, NAME, TOLD_S, AsyncConnection, Lost, OnHello, given, no_hello
 from kvstore.client.deadline import Deadline
 from kvstore.client.flight import AsyncFlight
@@ -29,6 +28,7 @@ from kvstore.core import sockproto as sp
 from kvstore.core.errors import Timeout, Unavailable
 from kvstore.core.limits import METADATA_TIMEOUT_S, fetch_timeout_s, store_timeout_s
 from kvstore.core.types import Address
+from kvstore.rpc.breaker import AsyncBreaker
 
 __all__ = ["AsyncLocalWorker", "LocalWorker"]
 
@@ -87,10 +87,13 @@ class AsyncLocalWorker:
 
     async def abort(self, staging: int, *, timeout_s: float = DEFAULT_S) -> None:
         """A worker that does not answer is told, too, but nobody waits for it."""
-        if self.breaker.closed:
-            await self._ok(sp.Abort(staging), timeout_s)
-        else:
-            await self._ask(sp.Abort(staging), Deadline(TOLD_S))
+        await self._tell(sp.Abort(staging), timeout_s)
+
+    async def give_up(self, addresses: Sequence[Address], *, timeout_s: float = DEFAULT_S) -> None:
+        """Blocks that it sealed for this session, which will not publish them; like `abort`."""
+        deadline = Deadline(timeout_s)
+        for request in sockets.give_up_requests(addresses):
+            await self._tell(request, deadline.left_s)
 
     async def open(self, wanted: Sequence[Wanted], *, timeout_s: float | None = None) -> Opened:
         """Read-only fds of whole, verified blocks; what is not here is fetched from its replicas."""
@@ -134,6 +137,12 @@ class AsyncLocalWorker:
         self.breaker.stop()
         if self._connection:
             self._connection.close(Unavailable("the client was closed"))
+
+    async def _tell(self, request: sp.Request, timeout_s: float) -> None:
+        if self.breaker.closed:
+            await self._ok(request, timeout_s)
+        else:
+            await self._ask(request, Deadline(TOLD_S))
 
     async def _ok(self, request: sp.Request, timeout_s: float, repeat: bool = False) -> None:
         sockets.body_of(await self._request(request, timeout_s, repeat), sp.Ok)

@@ -10,11 +10,11 @@ from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing
 from typing import Final, Protocol
 
-from kvstore.client.breaker import AsyncBreaker, ThreadBreaker
 from kvstore.core.errors import Timeout
 from kvstore.core.limits import METADATA_TIMEOUT_S
 from kvstore.pb import master_pb2 as m
 from kvstore.rpc import methods
+from kvstore.rpc.breaker import AsyncBreaker, ThreadBreaker
 from kvstore.rpc.failover import AsyncFailover, Failover
 from kvstore.rpc.methods import A, Method, Q
 

@@ -8,8 +8,9 @@ publish.
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, closing, suppress
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from kvstore.client.elsewhere import ELSEWHERE, is_elsewhere
 from kvstore.client.sockets import SealedBlock
 from kvstore.core.errors import Corrupt, KvError, NotFound
 from kvstore.core.hashing import BlockHasher
-from kvstore.core.limits import METADATA_TIMEOUT_S, fetch_timeout_s
+from kvstore.core.limits import MAX_BATCH, METADATA_TIMEOUT_S, fetch_timeout_s
 from kvstore.core.placement import Candidate
 from kvstore.core.types import Address, Replica
 from kvstore.pb import worker_pb2 as w
@@ -84,6 +85,7 @@ class AsyncRemote:
 
     def __init__(self, cluster: AsyncCluster, session: int) -> None:
         self._cluster, self._session = cluster, session
+        self._giving_up: set[asyncio.Task[None]] = set()
 
     async def store(self, length_bytes: int, digest: int, frames: Frames, *, timeout_s: float) -> SealedBlock:
         """Send a block to a worker; where it is then."""
@@ -115,6 +117,25 @@ class AsyncRemote:
             except (*ELSEWHERE, NotFound) as failed:
                 error = failed
         raise error
+
+    def give_up(self, blocks: Sequence[SealedBlock]) -> None:
+        """Tell the workers that have these that nobody will publish them, in the background until `close`. One that
+        cannot be told has them until the session's grace is over.
+        """
+        task = asyncio.get_running_loop().create_task(self._give_up(blocks))
+        self._giving_up.add(task)
+        task.add_done_callback(self._giving_up.discard)
+
+    async def close(self) -> None:
+        tasks = list(self._giving_up)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _give_up(self, blocks: Sequence[SealedBlock]) -> None:
+        for endpoint, request in give_up_requests(self._session, blocks):
+            with suppress(KvError), self._cluster.call(endpoint, METADATA_TIMEOUT_S):
+                await self._cluster.link(endpoint).call(methods.WORKER_GIVE_UP, request, METADATA_TIMEOUT_S)
 
     async def describe(self, address: Address, replicas: Sequence[Replica], *, timeout_s: float) -> list[Described]:
         """What each worker with a replica knows of the block; one that cannot be asked is left out."""
@@ -170,6 +191,12 @@ class Remote:
                 error = failed
         raise error
 
+    def give_up(self, blocks: Sequence[SealedBlock]) -> None:
+        """Waits for each worker, `METADATA_TIMEOUT_S` at most."""
+        for endpoint, request in give_up_requests(self._session, blocks):
+            with suppress(KvError), self._cluster.call(endpoint, METADATA_TIMEOUT_S):
+                self._cluster.link(endpoint).call(methods.WORKER_GIVE_UP, request, METADATA_TIMEOUT_S)
+
     def describe(self, address: Address, replicas: Sequence[Replica], *, timeout_s: float) -> list[Described]:
         deadline, request = Deadline(timeout_s), w.DescribeRequest(addresses=[address_to_pb(address)])
         found: list[Described] = []
@@ -198,7 +225,18 @@ def stored(reply: w.WriteReply, length_bytes: int, digest: int, endpoint: str) -
     address = address_from_pb(reply.address)
     if (address.length_bytes, address.hash) != (length_bytes, digest):
         raise Corrupt(f"{endpoint} stored other bytes than were sent", fault=endpoint)
-    return SealedBlock(address, reply.volume)
+    return SealedBlock(address, reply.volume, endpoint)
+
+
+def give_up_requests(session: int, blocks: Sequence[SealedBlock]) -> Iterator[tuple[str, w.GiveUpRequest]]:
+    """By endpoint, in portions that fit into a call."""
+    by_endpoint: dict[str, list[Address]] = {}
+    for block in blocks:
+        by_endpoint.setdefault(block.endpoint, []).append(block.address)
+    for endpoint, addresses in by_endpoint.items():
+        for i in range(0, len(addresses), MAX_BATCH):
+            portion = map(address_to_pb, addresses[i : i + MAX_BATCH])
+            yield endpoint, w.GiveUpRequest(session=session, addresses=portion)
 
 
 def no_replica(address: Address) -> NotFound:

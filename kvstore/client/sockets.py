@@ -6,6 +6,7 @@ Whoever gets an `Answer` owns its fds. Nothing here loses one: a message that ca
 from __future__ import annotations
 
 import array
+import errno
 import itertools
 import os
 import socket
@@ -18,14 +19,16 @@ from kvstore.core import sockproto as sp
 from kvstore.core.errors import InvalidRequest, KvError, NotFound, Overloaded, Unavailable, from_wire
 from kvstore.core.limits import MAX_FDS_PER_MESSAGE, MAX_SOCKET_MESSAGE_BYTES
 from kvstore.core.types import Address, Replica
+from kvstore.rpc.breaker import OutOfDescriptors
 
+_NO_DESCRIPTORS = "no free file descriptors here; raise RLIMIT_NOFILE (ulimit -n)"
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS_PER_MESSAGE * array.array("i").itemsize)
 MAX_REPLICAS = 8
 """Replicas named to the worker for one block: more than that only makes the message longer."""
 
-MAX_TOUCHED = 1024
-"""Addresses in one touch: 37 bytes each at most."""
-assert MAX_TOUCHED * 37 < MAX_SOCKET_MESSAGE_BYTES
+MAX_NAMED = 1024
+"""Addresses in one touch or give-up: 37 bytes each at most."""
+assert MAX_NAMED * 37 < MAX_SOCKET_MESSAGE_BYTES
 
 Wanted = tuple[Address, Sequence[Replica]]
 """A block to open, and where it lies if it is not here."""
@@ -56,11 +59,25 @@ class ProbedVolume(NamedTuple):
 
 
 class SealedBlock(NamedTuple):
+    """A block that nobody has published yet, and where it lies."""
+
     address: Address
     volume: int
+    endpoint: str = ""
+    """Of the worker that has it; "": the local one."""
 
 
 def new_socket() -> socket.socket:
+    """Raises Overloaded when this process, or the machine, has no descriptor left."""
+    try:
+        return _new_socket()
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise OutOfDescriptors(_NO_DESCRIPTORS) from None
+
+
+def _new_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
 
 
@@ -85,7 +102,7 @@ def receive(sock: socket.socket, path: str) -> Answer:
             raise _Truncated(request_id)
     except _Truncated as lost:
         close_all(fds)
-        return Answer(lost.request_id, Overloaded("no free file descriptors here; raise RLIMIT_NOFILE (ulimit -n)"), [])
+        return Answer(lost.request_id, Overloaded(_NO_DESCRIPTORS), [])
     except InvalidRequest as error:
         close_all(fds)
         raise Unavailable(f"the worker on {path}: {error}", fault=path) from None
@@ -176,8 +193,14 @@ def open_request(wanted: Sequence[Wanted], timeout_s: float) -> sp.Open:
 
 def touch_requests(addresses: Sequence[Address]) -> Iterator[sp.Touch]:
     """In order, in portions that fit into a message."""
-    for i in range(0, len(addresses), MAX_TOUCHED):
-        yield sp.Touch([sp.to_wire(a) for a in addresses[i : i + MAX_TOUCHED]])
+    for i in range(0, len(addresses), MAX_NAMED):
+        yield sp.Touch([sp.to_wire(a) for a in addresses[i : i + MAX_NAMED]])
+
+
+def give_up_requests(addresses: Sequence[Address]) -> Iterator[sp.GiveUp]:
+    """In portions that fit into a message."""
+    for i in range(0, len(addresses), MAX_NAMED):
+        yield sp.GiveUp([sp.to_wire(a) for a in addresses[i : i + MAX_NAMED]])
 
 
 def encode(request_id: int, request: sp.Request) -> bytes:

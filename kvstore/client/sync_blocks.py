@@ -42,6 +42,8 @@ class Blocks(Protocol):
 
     def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None: ...
 
+    def give_up(self, blocks: Sequence[SealedBlock], *, timeout_s: float = METADATA_TIMEOUT_S) -> None: ...
+
     def open(self, entry: Entry, *, timeout_s: float | None = None) -> int: ...
 
     def store(self, view: memoryview, *, timeout_s: float | None = None) -> SealedBlock: ...
@@ -73,6 +75,9 @@ class LocalBlocks:
     def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
         staging.close()
         self._worker.abort(staging.handle, timeout_s=timeout_s)
+
+    def give_up(self, blocks: Sequence[SealedBlock], *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        self._worker.give_up([block.address for block in blocks], timeout_s=timeout_s)
 
     def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
         if entry.address is None:
@@ -150,6 +155,9 @@ class RemoteBlocks:
     def abort(self, staging: Staging, *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
         staging.drop()
 
+    def give_up(self, blocks: Sequence[SealedBlock], *, timeout_s: float = METADATA_TIMEOUT_S) -> None:
+        self._threads.start(partial(self._remote.give_up, blocks))
+
     def open(self, entry: Entry, *, timeout_s: float | None = None) -> int:
         if entry.address is None:
             return empty_fd()
@@ -198,3 +206,13 @@ def abandon(blocks: Blocks, staging: Staging, deadline: Deadline) -> None:
         blocks.abort(staging, timeout_s=abandon_timeout_s(deadline))
     except KvError as error:
         log.debug("staging was left behind: %s", error)
+
+
+def give_up(blocks: Blocks, unpublished: Sequence[SealedBlock], deadline: Deadline) -> None:
+    """See `blocks.give_up`."""
+    if not unpublished:
+        return
+    try:
+        blocks.give_up(unpublished, timeout_s=abandon_timeout_s(deadline))
+    except KvError as error:
+        log.debug("blocks were left behind: %s", error)

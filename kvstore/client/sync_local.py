@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from kvstore.client import fork, sockets
-from kvstore.client.breaker import ThreadBreaker
 from kvstore.client.connection import (
     BACKLOG_PAUSE_S,
     DEFAULT_S,
@@ -33,6 +32,7 @@ from kvstore.core import sockproto as sp
 from kvstore.core.errors import KvError, Timeout, Unavailable
 from kvstore.core.limits import METADATA_TIMEOUT_S, PING_TIMEOUT_S, SILENCE_S, fetch_timeout_s, store_timeout_s
 from kvstore.core.types import Address
+from kvstore.rpc.breaker import ThreadBreaker
 
 log = logging.getLogger(__name__)
 
@@ -91,10 +91,12 @@ class LocalWorker:
         return sockets.sealed(self._request(sp.SealCopy(staging), given(timeout_s, store_timeout_s(size_bytes))))
 
     def abort(self, staging: int, *, timeout_s: float = DEFAULT_S) -> None:
-        if self.breaker.closed:
-            self._ok(sp.Abort(staging), timeout_s)
-        else:
-            self._ask(sp.Abort(staging), Deadline(TOLD_S))
+        self._tell(sp.Abort(staging), timeout_s)
+
+    def give_up(self, addresses: Sequence[Address], *, timeout_s: float = DEFAULT_S) -> None:
+        deadline = Deadline(timeout_s)
+        for request in sockets.give_up_requests(addresses):
+            self._tell(request, deadline.left_s)
 
     def open(self, wanted: Sequence[Wanted], *, timeout_s: float | None = None) -> Opened:
         deadline = Deadline(given(timeout_s, fetch_timeout_s(sum(a.length_bytes for a, _ in wanted))))
@@ -138,6 +140,12 @@ class LocalWorker:
         self._idle = []
         for sock in list(self._all):
             sock.close()
+
+    def _tell(self, request: sp.Request, timeout_s: float) -> None:
+        if self.breaker.closed:
+            self._ok(request, timeout_s)
+        else:
+            self._ask(request, Deadline(TOLD_S))
 
     def _ok(self, request: sp.Request, timeout_s: float, repeat: bool = False) -> None:
         sockets.body_of(self._request(request, timeout_s, repeat), sp.Ok)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import TypeVar
 
 from kvstore.client.deadline import Deadline
@@ -44,6 +45,13 @@ class Threads:
                 f"{len(late)} of {len(items)} did not begin within {deadline.timeout_s:g} s; the client is busy"
             )
         return [future.result() for future in futures]
+
+    def start(self, function: Callable[[], object]) -> None:
+        """In its turn, while nobody waits for it; not at all after `close`. It keeps a deadline of its own, and raises
+        nothing.
+        """
+        with suppress(RuntimeError):
+            self._executor().submit(function)
 
     def close(self) -> None:
         with self._lock:

@@ -9,12 +9,12 @@ import random
 import threading
 
 from kvstore.client import messages as msg
-from kvstore.client.breaker import NotAsked
 from kvstore.client.deadline import Deadline, seconds
 from kvstore.core import retry
 from kvstore.core.errors import KvError, Timeout, Unavailable
 from kvstore.core.types import Entry
 from kvstore.pb import master_pb2 as m
+from kvstore.rpc.breaker import NotAsked
 
 
 class Numbers:

@@ -104,6 +104,7 @@ class AsyncParts:
         self._closed = True
         if self.worker is not None:
             self.worker.close()
+        await self.remote.close()
         await self._master.close()
         await self.cluster.close()
         await self._link.close()

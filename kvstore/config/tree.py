@@ -189,11 +189,14 @@ class ClientConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     ``master``, while it is not set, is ``worker.master``, else ``mount.master``; `kvstore config show --origin` says
     which.
+
+    ``timeout``: how long the master may take for an answer before it counts as away; bytes have time by their number
+    beside it. With more than the default 1 s a command also waits so long for a master that is being started again.
     """
 
     master: Url = DEFAULT_URL
     metadata_ttl: Duration = "1s"
-    timeout: PositiveDuration = "5s"
+    timeout: PositiveDuration = "1s"
 
     @property
     def metadata_ttl_s(self) -> float:

@@ -64,7 +64,11 @@ MAX_TIMEOUT_S = 86_400.0
 HEARTBEAT_TIMEOUT_S = 2.0
 REPORT_TIMEOUT_S = 5.0
 HELLO_TIMEOUT_S = 5.0
-"""Who connects and says nothing is hung up on."""
+"""Who connects to a Unix socket and says nothing is hung up on."""
+HANDSHAKE_TIMEOUT_S = 20.0
+"""The same of gRPC. Much longer: a server, or a machine, on which thousands connect at once must not hang up on those
+whose turn has not come, or they all begin anew.
+"""
 STALL_TIMEOUT_S = 10.0
 """So long a peer may keep a server waiting in the middle of a stream, or not read its answers."""
 LEASE_WAIT_S = 0.05

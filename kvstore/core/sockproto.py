@@ -97,6 +97,12 @@ class Abort(Message, tag="abort"):
     staging: int
 
 
+class GiveUp(Message, tag="give_up"):
+    """Blocks of this session that it will not publish; they go, unless the master says that somebody has (rule 11)."""
+
+    addresses: list[WireAddress]
+
+
 class Open(Message, tag="open"):
     """Blocks by address; `replicas[i]` says where else block i lies (may be empty). At most MAX_FDS_PER_MESSAGE.
 
@@ -168,7 +174,7 @@ class Failed(Message):
     retry_after_s: float = 0.0
 
 
-Request = Hello | Stage | Reserve | Seal | SealCopy | Abort | Open | Touch | Stat | Probe | Unfinished
+Request = Hello | Stage | Reserve | Seal | SealCopy | Abort | Open | Touch | Stat | Probe | Unfinished | GiveUp
 _requests = msgspec.msgpack.Decoder(tuple[int, Request])
 _heads = msgspec.msgpack.Decoder(tuple[int, int, msgspec.Raw])
 _encoder = msgspec.msgpack.Encoder()

@@ -56,6 +56,8 @@ class LocalFile:
     reserved_bytes: int = 0
     sealed: SealedBlock | None = None
     """A block with just these bytes; None when they changed since, or were never sealed."""
+    unpublished: list[SealedBlock] = field(default_factory=list)
+    """Blocks with former bytes that, as far as is known here, nobody has published, nor will."""
     hasher: BlockHasher | None = None
     """Has seen all bytes so far, while they came in order; None once they did not."""
     hashed: Hashed | None = None
@@ -117,11 +119,18 @@ class LocalFile:
 
     def changed(self, size_bytes: int, now_ns: int) -> None:
         """Bytes changed. Whatever was known of the former ones is void."""
+        self.unseal()
         self.changes += 1
         self.size_bytes = size_bytes
-        self.sealed = self.hashed = self.failed = None
+        self.hashed = self.failed = None
         self.mtime_ns = self.ctime_ns = now_ns
         self.keep_mtime = False
+
+    def unseal(self) -> None:
+        """What it was sealed to is not to be published (again)."""
+        if self.sealed is not None and self.is_dirty:
+            self.unpublished.append(self.sealed)
+        self.sealed = None
 
     def observe(self) -> None:
         """Take over what passthrough writes did to the staging file: one fstat."""

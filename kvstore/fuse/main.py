@@ -88,6 +88,7 @@ class Mount:
         master = Master(client.meta)
         if facts is None:
             facts = await _learn(client, master, self._config)
+        master.shows(facts.root.inode, client.target.path(self._config.mount.path))
         parts = build(self._config, client, master, facts, saved, self._keeper, runtime)
         operations = Operations(parts)
         http, _ = await serve(self._config.mount.http_address, metrics.routes(operations, parts, master))

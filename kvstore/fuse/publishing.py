@@ -86,7 +86,7 @@ class Publisher:
                 raise
         # Either the name is gone, or the block: its worker gave it up, or an earlier attempt whose answer was lost did
         # publish it and somebody has replaced it since. A fresh block tells the two apart.
-        file.sealed = None
+        file.unseal()
         return await self._publish(file, await self._area.seal(file), mode, key, keep_attributes=keep_attributes)
 
     async def _publish(

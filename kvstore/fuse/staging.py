@@ -236,6 +236,7 @@ class StagingArea:
         The caller holds the lock.
         """
         await self.notice(file)
+        await self._give_up(file)
         if file.size_bytes == 0:
             if file.seen is None or file.handles == 0:
                 await self._abandon(file)
@@ -262,6 +263,18 @@ class StagingArea:
         """Nobody needs its bytes any more."""
         async with file.lock:
             await self._abandon(file)
+            file.unseal()
+            await self._give_up(file)
+
+    async def _give_up(self, file: LocalFile) -> None:
+        """Nobody else can tell that they are of no use: they would stay as long as this mount does."""
+        blocks, file.unpublished = file.unpublished, []
+        if not blocks:
+            return
+        try:
+            await self._blocks.give_up(blocks)
+        except KvError as error:
+            log.debug("blocks not given up (%s): the end of the session clears them up", error.message)
 
     async def _abandon(self, file: LocalFile) -> None:
         staged, file.staged, file.reserved_bytes, file.seen = file.staged, None, 0, None

@@ -70,7 +70,7 @@ class Committer:
             )
 
     def stop_mutations(self, damage: str) -> None:
-        """From now on `admit` lets nothing pass but heartbeats: without these all files would be hidden."""
+        """From now on `admit` lets only registrations and heartbeats pass: without them files would be hidden."""
         self.damage = damage
 
     def write(self, change: Change) -> None:

@@ -11,19 +11,17 @@ from pathlib import Path
 import uvloop
 
 from kvstore.config import Config, MasterConfig
-from kvstore.core.errors import KvError, ReadOnly
 from kvstore.master.commit import Committer
 from kvstore.master.db import RocksDb
-from kvstore.master.master import Master, Settings
+from kvstore.master.master import Settings
 from kvstore.master.metrics import MasterMetrics
 from kvstore.master.rebuild import Wanted
 from kvstore.master.records import JournalLimits
-from kvstore.master.scan import Scan
-from kvstore.master.service import MasterService
+from kvstore.master.running import Running
 from kvstore.obs import notify
 from kvstore.obs.http import HttpServer, Route, health_routes
 from kvstore.obs.http import serve as http_serve
-from kvstore.rpc.server import Server, serve, stop_all
+from kvstore.rpc.server import stop_all
 from kvstore.runtime import Runtime, SystemRuntime, raise_fd_limit
 
 log = logging.getLogger(__name__)
@@ -31,9 +29,6 @@ log = logging.getLogger(__name__)
 THREADS = 4
 """One flushes; the others look at the drive's free space, and scan."""
 DATABASE_DIRECTORY = "db"
-REBUILD_PAUSE_S = 0.005
-RECOUNT_PAUSE_S = 0.04
-"""After a step of about 10 ms: 1,000,000 files take under two minutes."""
 
 
 def main(config: Config, wanted: Wanted | None = None) -> None:
@@ -55,33 +50,28 @@ async def run(config: MasterConfig, runtime: Runtime | None = None, wanted: Want
 
 
 async def _run(config: MasterConfig, runtime: Runtime, db: RocksDb, wanted: Wanted | None) -> None:
-    committer = Committer(db, runtime, lambda: shutil.disk_usage(db.path).free, config.free_reserve_bytes)
-    master = Master(db, committer, runtime, settings_of(config), wanted)
-    metrics = MasterMetrics(master)
-    scan = Scan(db, runtime, config.scan_interval_s, committer.stop_mutations)
-    tasks = [
-        asyncio.create_task(committer.run(), name="commit"),
-        asyncio.create_task(scan.run(), name="scan"),
-        asyncio.create_task(_tick(master, runtime), name="tick"),
-        asyncio.create_task(_recount(master, runtime), name="recount"),
-        asyncio.create_task(_rebuild(master, runtime), name="rebuild"),
-    ]
-    server: Server | None = None
+    running = Running(
+        db,
+        runtime,
+        settings_of(config),
+        free_bytes=lambda: shutil.disk_usage(db.path).free,
+        reserve_bytes=config.free_reserve_bytes,
+        scan_interval_s=config.scan_interval_s,
+        wanted=wanted,
+    )
     http: HttpServer | None = None
     try:
-        server = await serve(config.listen, [MasterService(master, runtime, metrics).add_to])
-        http, http_endpoint = await http_serve(config.http_address, _routes(metrics, committer))
+        server = await running.serve(config.listen)
+        http, http_endpoint = await http_serve(config.http_address, _routes(running.metrics, running.committer))
         await server.set_serving(True)
-        log.info("ready: gRPC at %s, HTTP at %s, cluster %s", server.endpoint, http_endpoint, master.cluster_id)
-        notify.ready(endpoint=server.endpoint, http=http_endpoint, cluster=master.cluster_id)
-        await _until_stopped(committer, tasks)
+        cluster = running.master.cluster_id
+        log.info("ready: gRPC at %s, HTTP at %s, cluster %s", server.endpoint, http_endpoint, cluster)
+        notify.ready(endpoint=server.endpoint, http=http_endpoint, cluster=cluster)
+        await _until_stopped(running)
     finally:
-        committer.close()  # answers all who wait, before the server waits for their calls to end
-        if server is not None:
-            await server.stop()
+        await running.stop()
         if http is not None:
             await http.close()
-        await stop_all(*tasks)
 
 
 def settings_of(config: MasterConfig) -> Settings:
@@ -93,62 +83,18 @@ def _routes(metrics: MasterMetrics, committer: Committer) -> dict[str, Route]:
     def failure() -> str | None:
         return committer.failure.message if committer.failure else None
 
-    def problem() -> str | None:
-        return failure() or committer.damage
-
-    return health_routes(metrics.metrics, failure, problem)
+    # A damaged database is no reason to take readers their master: the metric, the log and `kvstore report` tell.
+    return health_routes(metrics.metrics, failure, failure)
 
 
-async def _tick(master: Master, runtime: Runtime) -> None:
-    """A tick that comes late is one tick (rule 17): the sleep starts anew after each."""
-    while True:
-        await runtime.sleep(master.settings.tick_s)
-        try:
-            master.tick()
-        except ReadOnly:  # the scan has said it
-            pass
-        except KvError as error:
-            log.error("upkeep failed: %s", error)
-        await master.committer.pulse()
-
-
-async def _recount(master: Master, runtime: Runtime) -> None:
-    """In small steps with pauses, so that others get the loop and the log."""
-    while True:
-        try:
-            busy = master.recount()
-        except ReadOnly:
-            busy = False
-        except KvError as error:
-            log.error("counting what lies below a policy failed: %s", error)
-            busy = False
-        await runtime.sleep(RECOUNT_PAUSE_S if busy else master.settings.tick_s)
-
-
-async def _rebuild(master: Master, runtime: Runtime) -> None:
-    """To its end, if one is wanted; reports and heartbeats get the loop between the steps."""
-    while True:
-        try:
-            busy = master.rebuild_step()
-        except ReadOnly:
-            busy = False
-        except KvError as error:
-            log.error("taking names back failed: %s", error)
-            busy = False
-        await runtime.sleep(REBUILD_PAUSE_S if busy else master.settings.tick_s / 4)
-
-
-async def _until_stopped(committer: Committer, tasks: list[asyncio.Task[None]]) -> None:
-    """Wait for a signal. Raises what ended the work instead: a failed drive, or a bug in a task."""
+async def _until_stopped(running: Running) -> None:
+    """Wait for a signal. Raises what ended the work instead."""
     stop = stop_event()
-    waits = [asyncio.create_task(stop.wait()), asyncio.create_task(committer.failed.wait())]
-    done, _ = await asyncio.wait([*waits, *tasks], return_when=asyncio.FIRST_COMPLETED)
+    waits = [asyncio.create_task(stop.wait()), asyncio.create_task(running.until_failed())]
+    done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     await stop_all(*waits)
-    if committer.failure is not None:
-        raise committer.failure
-    for task in tasks:
-        if task in done:
-            task.result()
+    for task in done:
+        task.result()
     log.info("stopping")
 
 

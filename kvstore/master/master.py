@@ -73,7 +73,8 @@ class Settings(NamedTuple):
 
 
 class Master:
-    """`rebuild`: while names are taken back from workers, else None; `notice`: what came of it, for people."""
+    """`rebuild`: while names are taken back from workers, else None; `notice`: what came of it, or what is
+    damaged, for people."""
 
     def __init__(
         self, db: Db, committer: Committer, runtime: Runtime, settings: Settings, wanted: Rebuilding | None = None
@@ -233,7 +234,7 @@ class Master:
 
     async def register(self, new: Registration) -> Node:
         check_volumes(new.volumes)
-        return await self._mutate(lambda change: self._register(change, new), SHRINKS)
+        return await self._mutate(lambda change: self._register(change, new), ALWAYS)
 
     async def heartbeat(self, beat: Beat) -> Orders:
         check_beat(beat)
@@ -291,6 +292,8 @@ class Master:
 
     @property
     def notice(self) -> str:
+        if self.committer.damage is not None:
+            return self.committer.damage
         return self.rebuild.notice if self.rebuild is not None else self._notice
 
     def tick(self) -> None:

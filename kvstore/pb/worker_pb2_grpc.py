@@ -47,6 +47,11 @@ class WorkerStub(object):
                 request_serializer=kvstore_dot_pb_dot_worker__pb2.DescribeRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_worker__pb2.DescribeReply.FromString,
                 _registered_method=True)
+        self.GiveUp = channel.unary_unary(
+                '/kvstore.pb.Worker/GiveUp',
+                request_serializer=kvstore_dot_pb_dot_worker__pb2.GiveUpRequest.SerializeToString,
+                response_deserializer=kvstore_dot_pb_dot_worker__pb2.GiveUpReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer(object):
@@ -67,6 +72,12 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GiveUp(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,6 +90,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=kvstore_dot_pb_dot_worker__pb2.DescribeRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_worker__pb2.DescribeReply.SerializeToString,
+            ),
+            'GiveUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.GiveUp,
+                    request_deserializer=kvstore_dot_pb_dot_worker__pb2.GiveUpRequest.FromString,
+                    response_serializer=kvstore_dot_pb_dot_worker__pb2.GiveUpReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -138,6 +154,33 @@ class Worker(object):
             '/kvstore.pb.Worker/Describe',
             kvstore_dot_pb_dot_worker__pb2.DescribeRequest.SerializeToString,
             kvstore_dot_pb_dot_worker__pb2.DescribeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GiveUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvstore.pb.Worker/GiveUp',
+            kvstore_dot_pb_dot_worker__pb2.GiveUpRequest.SerializeToString,
+            kvstore_dot_pb_dot_worker__pb2.GiveUpReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,7 @@ class WorkerStub:
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
     Stat: _grpc.UnaryUnaryMultiCallable[_worker_pb2.WorkerStatRequest, _worker_pb2.WorkerStatReply]
     Describe: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.DescribeReply]
+    GiveUp: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GiveUpRequest, _worker_pb2.GiveUpReply]
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -49,6 +50,7 @@ class WorkerAsyncStub(WorkerStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Stat: _aio.UnaryUnaryMultiCallable[_worker_pb2.WorkerStatRequest, _worker_pb2.WorkerStatReply]  # type: ignore[assignment]
     Describe: _aio.UnaryUnaryMultiCallable[_worker_pb2.DescribeRequest, _worker_pb2.DescribeReply]  # type: ignore[assignment]
+    GiveUp: _aio.UnaryUnaryMultiCallable[_worker_pb2.GiveUpRequest, _worker_pb2.GiveUpReply]  # type: ignore[assignment]
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     """A worker, for whoever is not on its node. Bytes travel as raw frames beside this service (kvstore.rpc.frames):
@@ -69,5 +71,12 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DescribeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DescribeReply, _abc.Awaitable[_worker_pb2.DescribeReply]]: ...
+
+    @_abc_1.abstractmethod
+    def GiveUp(
+        self,
+        request: _worker_pb2.GiveUpRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.GiveUpReply, _abc.Awaitable[_worker_pb2.GiveUpReply]]: ...
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

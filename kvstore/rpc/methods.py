@@ -39,6 +39,7 @@ REPORT = Method("/kvstore.pb.Master/Report", m.ReportRequest, m.ReportReply, Fal
 RECOVER = Method("/kvstore.pb.Master/Recover", m.RecoverRequest, m.RecoverReply, True)
 WORKER_STAT = Method("/kvstore.pb.Worker/Stat", w.WorkerStatRequest, w.WorkerStatReply, True)
 WORKER_DESCRIBE = Method("/kvstore.pb.Worker/Describe", w.DescribeRequest, w.DescribeReply, True)
+WORKER_GIVE_UP = Method("/kvstore.pb.Worker/GiveUp", w.GiveUpRequest, w.GiveUpReply, True)
 
 LIST = Method("/kvstore.pb.Master/List", m.ListRequest, m.ListPage, True)
 """Streams its reply; one page here is one message."""

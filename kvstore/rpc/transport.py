@@ -7,7 +7,7 @@ from typing import Final, Protocol
 import grpc.aio
 
 from kvstore.core.limits import (
-    HELLO_TIMEOUT_S,
+    HANDSHAKE_TIMEOUT_S,
     MAX_INFLIGHT_RPCS,
     MAX_MESSAGE_BYTES,
     MAX_STREAMS_PER_CONNECTION,
@@ -35,7 +35,7 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
-    ("grpc.server_handshake_timeout_ms", int(1000 * HELLO_TIMEOUT_S)),
+    ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_TIMEOUT_S)),
 )
 
 

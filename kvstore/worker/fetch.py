@@ -133,15 +133,9 @@ class Fetcher:
         raise _verdict(address, failures)
 
     async def _try(self, address: Address, endpoint: str) -> Block | int:
-        peer, runtime = self._peers.get(endpoint), self._store.runtime
-        if not peer.breaker.allows(runtime.monotonic_s()):
-            raise Unavailable(f"{endpoint} failed a moment ago", fault=endpoint)
-        try:
-            fetched = await self._receive(peer, address)
-        except KvError as error:
-            peer.blame(error, runtime.monotonic_s())
-            raise
-        peer.breaker.succeeded()
+        peer = self._peers.get(endpoint)
+        peer.breaker.check()  # before room is made for nothing
+        fetched = await self._receive(peer, address)
         self._store.counters.fetches += 1
         return fetched
 
@@ -194,10 +188,11 @@ class Fetcher:
     async def _stream(self, peer: Peer, address: Address, sink: Sink) -> None:
         """The peer's bytes into the sink. Raises Corrupt when they are not the block, OSError of the sink."""
         endpoint = peer.link.endpoint
-        async for frame in self._frames(peer, address):
-            if sink.length_bytes + len(frame) > address.length_bytes:
-                raise Corrupt(f"{endpoint} sent more than {address}", fault=endpoint)
-            await sink.write(frame)
+        with peer.breaker.call(fetch_timeout_s(address.length_bytes)):
+            async for frame in self._frames(peer, address):
+                if sink.length_bytes + len(frame) > address.length_bytes:
+                    raise Corrupt(f"{endpoint} sent more than {address}", fault=endpoint)
+                await sink.write(frame)
         if sink.length_bytes != address.length_bytes or sink.digest() != address.hash:
             raise Corrupt(f"{endpoint} sent something else than {address}", fault=endpoint)
 

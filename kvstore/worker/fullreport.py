@@ -1,8 +1,10 @@
 """A full report in pieces (rule 15): ranges of ids that together cover all ids of each volume.
 
-What the master has in a range beside the piece's ids is gone. Blocks that come while it runs may be missing in their
-piece: those of this worker's own boots lie above the fence that travels with the piece, which the master leaves
-alone; replicas fetched meanwhile are told as changes right after.
+What the master has in a range beside the ids of its piece is gone. So each block of this worker is in one of them: all
+volumes are looked at when the first one is made, and changes before have been told by then. A block that moves later
+is still told of where it was, until the change is told right after. Blocks that come meanwhile are missing: those of
+this worker's own boots lie above the fence that travels with the piece, which the master leaves alone; replicas fetched
+meanwhile are told as changes right after.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _ID_BYTES = 16
 
 
 class Piece(NamedTuple):
-    """All blocks of `volume` with first <= id <= last; b"" = from the start, to the end."""
+    """The blocks of `volume` with first <= id <= last; b"" = from the start, to the end."""
 
     volume: int
     first: bytes
@@ -27,42 +29,46 @@ class Piece(NamedTuple):
 
 
 class FullReport:
-    """One run over the volumes that are in service when their turn comes."""
+    """One run over the volumes that are in service when it begins."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._volumes = list(store.volumes)
-        self._ids: list[BlockId] | None = None
+        self._ids: dict[Volume, list[BlockId]] | None = None
         self._at = 0
 
+    @property
+    def has_begun(self) -> bool:
+        return self._ids is not None
+
     def next_piece(self) -> Piece | None:
-        """The next one, its states as they are now; None at the end."""
-        while self._volumes:
-            volume = self._volumes[0]
+        """The next one; None at the end."""
+        if self._ids is None:
+            self._ids = {volume: self._store.ids(volume) for volume in self._store.in_service}
+        while self._ids:
+            volume, ids = next(iter(self._ids.items()))
             if volume.in_service:
-                return self._piece_of(volume)
-            self._finish_volume()
+                return self._piece_of(volume, ids)
+            self._finish_volume(volume)
         return None
 
-    def _piece_of(self, volume: Volume) -> Piece:
-        ids = self._ids = self._store.ids(volume) if self._ids is None else self._ids
+    def _piece_of(self, volume: Volume, ids: list[BlockId]) -> Piece:
         part = ids[self._at : self._at + MAX_BATCH]
         first = _after(ids[self._at - 1]) if self._at else b""
         self._at += len(part)
         is_last = self._at >= len(ids)
         if is_last:
-            self._finish_volume()
-        return Piece(
-            volume.id, first, b"" if is_last else part[-1].pack(), [b for b in part if self._is_there(b, volume)]
-        )
+            self._finish_volume(volume)
+        return Piece(volume.id, first, b"" if is_last else part[-1].pack(), [b for b in part if self._is_here(b)])
 
-    def _finish_volume(self) -> None:
-        del self._volumes[0]
-        self._ids, self._at = None, 0
+    def _finish_volume(self, volume: Volume) -> None:
+        assert self._ids is not None
+        del self._ids[volume]
+        self._at = 0
 
-    def _is_there(self, block: BlockId, volume: Volume) -> bool:
+    def _is_here(self, block: BlockId) -> bool:
+        """On this worker, be it in another volume by now."""
         known = self._store.get(block)
-        return known is not None and known.volume is volume and not known.leaving
+        return known is not None and not known.leaving
 
 
 def _after(block: BlockId) -> bytes:

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvstore.runtime import Runtime
 from kvstore.worker import lease
@@ -16,6 +17,8 @@ from kvstore.worker.lease import Holders
 
 PROBE_INTERVAL_S = 0.25
 """A probe costs two system calls; a put that waits for room (5 s) sees many."""
+SHORT_ERRNOS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""The worker lacks something; nothing is wrong with the file."""
 
 
 class Holding(Protocol):
@@ -57,8 +60,10 @@ class _Held(NamedTuple):
 
 
 class _Seen(NamedTuple):
+    """`size_bytes` None: it could not be asked."""
+
     is_free: bool
-    size_bytes: int
+    size_bytes: int | None
 
 
 class HeldFiles:
@@ -82,9 +87,10 @@ class HeldFiles:
         for held, (is_free, size_bytes) in zip(files, seen, strict=True):
             if is_free:
                 held.holding.released()
-            else:
+                continue
+            if size_bytes is not None:
                 held.holding.resized(size_bytes)
-                self._files.append(held)
+            self._files.append(held)
 
     def close(self) -> None:
         while self._files:
@@ -95,32 +101,46 @@ class HeldFiles:
         for held in files:
             # Where leases do not work nobody can tell: then an unlinked file counts as free, as for any other program.
             is_free = lease.holders(held.fd) is not Holders.SOME
-            seen.append(_Seen(is_free, self._disk.fstat(held.fd).used_bytes))
+            seen.append(_Seen(is_free, self._used_bytes(held.fd)))
             if is_free:
                 self._disk.close(held.fd)
         return seen
+
+    def _used_bytes(self, fd: int) -> int | None:
+        try:
+            return self._disk.fstat(fd).used_bytes
+        except OSError:  # whoever reads or writes on that drive finds out what it is
+            return None
 
 
 def unlink_watched(disk: Disk, path: str) -> int | None:
     """Unlink a file. None when its bytes are free, else a private read fd that watches those who hold it. Blocks.
 
-    A file that is not there any more is fine. Raises OSError.
+    A file that is not there any more is fine. Without an fd to spare its bytes count as free whoever holds them: what
+    could not be unlinked would lie there until the next start. Raises OSError.
     """
-    try:
-        fd = disk.open_read(path)
-    except FileNotFoundError:
-        return None
-    except NotAFile:
-        disk.unlink(path)
-        return None
+    fd = _watch(disk, path)
     try:
         disk.unlink(path)
     except FileNotFoundError:
         pass
     except BaseException:
-        disk.close(fd)
+        if fd is not None:
+            disk.close(fd)
         raise
-    if lease.holders(fd) is Holders.SOME:
+    if fd is None or lease.holders(fd) is Holders.SOME:
         return fd
     disk.close(fd)
     return None
+
+
+def _watch(disk: Disk, path: str) -> int | None:
+    """None for what nobody can hold, or cannot be watched."""
+    try:
+        return disk.open_read(path)
+    except (FileNotFoundError, NotAFile):
+        return None
+    except OSError as error:
+        if error.errno not in SHORT_ERRNOS:
+            raise
+        return None

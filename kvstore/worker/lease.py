@@ -1,7 +1,8 @@
 """Leases: how the kernel says that nobody else can write (rule 5) or that nobody else holds a file (rule 8).
 
-A process that sets leases must ignore SIGIO, or a conflicting open kills it (`main` does). They work for the file's
-owner or with CAP_LEASE, and not on every file system: where they are unsupported nothing is ever taken for free.
+A conflicting open is told to the process that holds the lease, by SIGIO unless it asks for another signal, and the
+default of SIGIO is to kill. They work for the file's owner or with CAP_LEASE, and not on every file system: where they
+are unsupported nothing is ever taken for free.
 """
 
 from __future__ import annotations
@@ -9,6 +10,11 @@ from __future__ import annotations
 import enum
 import errno
 import fcntl
+import signal
+from typing import Final
+
+BROKEN: Final = signal.SIGURG
+"""In place of SIGIO: ignored by default. Nobody here waits for it, a lease is held for microseconds."""
 
 
 class Holders(enum.Enum):
@@ -36,6 +42,7 @@ def holders(fd: int) -> Holders:
 def _probe(fd: int, kind: int) -> Holders:
     """Take the lease and drop it at once: while it is held, an open by anybody would wait for us."""
     try:
+        fcntl.fcntl(fd, fcntl.F_SETSIG, BROKEN)
         fcntl.fcntl(fd, fcntl.F_SETLEASE, kind)
     except OSError as error:
         return Holders.SOME if error.errno == errno.EAGAIN else Holders.UNKNOWN

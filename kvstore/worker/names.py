@@ -52,6 +52,13 @@ class _Done(NamedTuple):
     before: Stamp | None = None
     after: Stamp | None = None
 
+    @property
+    def is_only_the_note(self) -> bool:
+        """Whether the file is what it was, but for its ctime, which an attribute changes."""
+        if self.before is None or self.after is None:
+            return False
+        return self.after._replace(ctime_ns=self.before.ctime_ns) == self.before
+
 
 class Names:
     """On the loop. `noted` and `failed` count, the latter by reason (no_room, unsupported, error)."""
@@ -143,8 +150,8 @@ class Names:
         else:
             self.noted += 1
             block.noted = True
-            if done.before is not None and block.stamp == done.before:
-                block.stamp = done.after  # an attribute changes the ctime: the bytes are still those that were hashed
+            if done.is_only_the_note and block.stamp == done.before:
+                block.stamp = done.after  # the bytes are still those that were hashed
 
     def _count_failure(self, volume: Volume, number: int) -> None:
         reason = "unsupported" if number in _NO_ATTRIBUTES else "no_room" if number in _NO_ROOM else "error"

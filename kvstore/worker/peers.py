@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Final
 
-from kvstore.core.breaker import Breaker
-from kvstore.core.errors import KvError, Timeout, Unavailable
+from kvstore.pb import worker_pb2 as w
+from kvstore.rpc.breaker import AsyncBreaker
 from kvstore.rpc.link import AsyncLink
+from kvstore.rpc.methods import WORKER_STAT
 
-MAX_PEERS = 256
+MAX_PEERS: Final = 256
 """Channels kept; addresses of pods come and go."""
+FORSAKEN_S: Final = 60.0
+"""A peer that is silent and that nobody has asked for in so long is probed no more."""
 
 
-@dataclasses.dataclass(slots=True, eq=False)
 class Peer:
-    link: AsyncLink
-    breaker: Breaker
+    """`breaker` goes around every call on `link`; while it is open only its own probes ask the peer."""
 
-    def blame(self, error: KvError, now_s: float) -> None:
-        """Open the breaker for what the link itself failed at; an answer, even a bad one, means that the peer lives."""
-        if isinstance(error, Unavailable | Timeout) and error.fault == self.link.endpoint:
-            self.breaker.failed(now_s)
-        else:
-            self.breaker.succeeded()
+    def __init__(self, link: AsyncLink, now_s: float) -> None:
+        self.link, self.used_s = link, now_s
+        self.breaker = AsyncBreaker(f"the peer at {link.endpoint}", [link.endpoint], self._ping)
+
+    async def close(self) -> None:
+        await self.breaker.close()
+        await self.link.close()
+
+    async def _ping(self, timeout_s: float) -> None:
+        await self.link.call(WORKER_STAT, w.WorkerStatRequest(), timeout_s)
 
 
 class Peers:
-    def __init__(self, connect: Callable[[str], AsyncLink]) -> None:
-        self._connect = connect
+    """`_peers`: endpoint → peer, the one unused longest first. `now_s` is the monotonic clock."""
+
+    def __init__(self, connect: Callable[[str], AsyncLink], now_s: Callable[[], float]) -> None:
+        self._connect, self._now_s = connect, now_s
         self._peers: OrderedDict[str, Peer] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -38,16 +45,23 @@ class Peers:
         """The peer at an endpoint; the one unused longest goes when there are too many."""
         peer = self._peers.get(endpoint)
         if peer is None:
-            peer = self._peers[endpoint] = Peer(self._connect(endpoint), Breaker())
+            self._drop(self._forsaken())
+            peer = self._peers[endpoint] = Peer(self._connect(endpoint), self._now_s())
             if len(self._peers) > MAX_PEERS:
-                self._close_later(self._peers.popitem(last=False)[1])
+                self._drop([next(iter(self._peers))])
         self._peers.move_to_end(endpoint)
+        peer.used_s = self._now_s()
         return peer
 
     async def close(self) -> None:
-        await asyncio.gather(*(peer.link.close() for peer in self._peers.values()), *self._closing)
+        await asyncio.gather(*(peer.close() for peer in self._peers.values()), *self._closing)
 
-    def _close_later(self, peer: Peer) -> None:
-        task = asyncio.get_running_loop().create_task(peer.link.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+    def _forsaken(self) -> list[str]:
+        since_s = self._now_s() - FORSAKEN_S
+        return [each for each, peer in self._peers.items() if peer.used_s < since_s and not peer.breaker.closed]
+
+    def _drop(self, endpoints: Iterable[str]) -> None:
+        for endpoint in endpoints:
+            task = asyncio.get_running_loop().create_task(self._peers.pop(endpoint).close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)

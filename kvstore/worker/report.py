@@ -195,20 +195,27 @@ class Reporter:
 
     def _compose(self) -> _Message | None:
         """The next message, or None when there is nothing to say."""
-        piece = self._full.next_piece() if self._full else None
-        if piece is None:
-            self._full = None
-        ids = self._pick(with_unowned=piece is None)
+        piece = self._next_piece() if self._full is not None and self._full.has_begun else None
+        is_within = piece is not None
+        ids = self._pick(with_unowned=not is_within)
         held, nowhere = self._states(ids)
-        if piece is not None:  # verdicts of new blocks wait for its end: until then the fence shields them
+        if is_within:  # verdicts of new blocks wait for its end: until then the fence shields them
             self._changed.update(dict.fromkeys(held))
             held = []
+        elif not self._changed:  # a block that moved untold would be missed where the master has it
+            piece = self._next_piece()
         fences = list(self._store.fences)
-        named = self._listener.names_to_ask(held) if piece is None else []
+        named = [] if is_within else self._listener.names_to_ask(held)
         if not (held or nowhere or piece or named or fences != self._told_fences):
             return None
         self._told_fences = fences
         return self._message(held, nowhere, piece, named)
+
+    def _next_piece(self) -> Piece | None:
+        piece = self._full.next_piece() if self._full else None
+        if piece is None:
+            self._full = None
+        return piece
 
     def _pick(self, *, with_unowned: bool) -> list[BlockId]:
         ids = self._take(self._urgent, MAX_BATCH)

@@ -6,7 +6,8 @@ so that no block is held, and leaves the page cache as it was. What looks wrong 
 it once more and knows what to do. A scrub is no use: it renews no heat.
 
 Where it is outlives the process, in the file ``scrub`` of the first disk volume (at most a minute old): a version byte
-(1), then a msgpack array of the fields of `Round`. Whatever is wrong with that file, a new round begins.
+(1), then a msgpack array of the fields of `Round`. Whatever is wrong with that file, a new round begins. Its times are
+the wall clock's, a hint across restarts; while it lives the scrubber follows the monotonic one alone.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Round(msgspec.Struct, array_like=True, frozen=True):
     """How far the scrubber has come. A round visits every block once."""
 
     began_ns: int
-    """Wall clock."""
+    """As `Scrubber` counts time."""
     last_began_ns: int = 0
     """Of the round before, which was completed; 0: there was none."""
     at: BlockId = BlockId(0, 0)
@@ -69,6 +70,11 @@ class Round(msgspec.Struct, array_like=True, frozen=True):
     def oldest_ns(self) -> int:
         """No block that is still to be visited was verified before this."""
         return self.last_began_ns or self.began_ns
+
+    def not_after(self, now_ns: int) -> Round:
+        """With nothing in it that is still to come: the clock that wrote it was ahead."""
+        began_ns = min(self.began_ns, now_ns)
+        return msgspec.structs.replace(self, began_ns=began_ns, last_began_ns=min(self.last_began_ns, began_ns))
 
 
 class _Piece(NamedTuple):
@@ -84,14 +90,15 @@ class Scrubber:
     def __init__(self, store: Store, disk: Disk, verifier: Verifier, limits: Limits) -> None:
         self._store, self._disk, self._verifier, self._limits = store, disk, verifier, limits
         self._runtime = store.runtime
-        self._round = Round(self._runtime.wall_ns())
+        self._epoch_ns = self._runtime.wall_ns() - round(self._runtime.monotonic_s() * NS)
+        self._round = Round(self._now_ns())
         self._saved: Round | None = self._round
         self._next_s = self._next_save_s = 0.0
 
     @property
     def oldest_age_s(self) -> float:
         """Every block was read by the scrubber, or came, within this time; in the first round: since that began."""
-        return max(0.0, (self._runtime.wall_ns() - self._round.oldest_ns) / NS)
+        return max(0.0, (self._now_ns() - self._round.oldest_ns) / NS)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -108,11 +115,13 @@ class Scrubber:
             await self._save_in_time()
 
     def _begin_round(self) -> None:
-        now_ns = self._runtime.wall_ns()
-        due_ns = self._round.began_ns + round(self._limits.interval_s * NS)
-        # A clock that was set back may not stop it for ever.
-        if now_ns >= due_ns or now_ns < self._round.began_ns:
-            self._round = Round(now_ns, min(self._round.began_ns, now_ns))
+        now_ns = self._now_ns()
+        if now_ns >= self._round.began_ns + round(self._limits.interval_s * NS):
+            self._round = Round(now_ns, self._round.began_ns)
+
+    def _now_ns(self) -> int:
+        """The wall clock as it was when the scrubber was made, and the time since: jumps do not count."""
+        return self._epoch_ns + round(self._runtime.monotonic_s() * NS)
 
     async def _batch(self) -> None:
         """The next blocks of the round, or its end."""
@@ -193,7 +202,8 @@ class Scrubber:
             self._saved = await self._runtime.in_thread(_load, home)
         except OSError as error:
             self._store.explain(home, error, "reading how far its blocks are scrubbed")
-        self._round = self._saved or self._round
+        if self._saved is not None:
+            self._round = self._saved.not_after(self._now_ns())
 
     async def _save_in_time(self) -> None:
         now_s = self._runtime.monotonic_s()

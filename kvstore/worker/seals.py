@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Iterable
 from functools import partial
 from typing import Final
 
-from kvstore.core.types import BlockId
+from kvstore.core.types import Address, BlockId
 from kvstore.worker.block import Block
 from kvstore.worker.seal import Claim, Sealer
 from kvstore.worker.sessions import Sessions
@@ -64,6 +65,17 @@ class Seals:
             await self._staging.abort(self._staging.find(session, handle))
         else:
             self._store.give_up(block)
+
+    def give_up(self, session: int, addresses: Iterable[Address]) -> None:
+        """Its client will not publish these blocks of the session. It may have tried to, so the master is told that
+        they are dead, and its verdict decides (rule 11). What is not here, or another's, is left alone.
+        """
+        for address in addresses:
+            block = self._store.get(address.block)
+            if block is None or block.address != address or block.session != session or block.leaving:
+                continue
+            if not block.owned:
+                self._store.give_up(block)
 
     def forget_over(self, sessions: Sessions, now_s: float) -> None:
         """Drop what sessions that are over were told."""

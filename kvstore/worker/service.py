@@ -1,4 +1,4 @@
-"""The gRPC face of the worker: `Stat`, `Describe`, and raw frames (identity serializers, see `rpc.link`)."""
+"""The gRPC face of the worker: `Stat`, `Describe`, `GiveUp`, and raw frames (identity serializers, see `rpc.link`)."""
 
 # ruff: noqa: N802 - the names of the methods are the wire's
 
@@ -15,6 +15,7 @@ from kvstore.core.limits import MAX_BATCH, MAX_BULK_STREAMS
 from kvstore.core.types import Address
 from kvstore.pb import worker_pb2 as w
 from kvstore.pb import worker_pb2_grpc
+from kvstore.pb.common_pb2 import Address as Wire
 from kvstore.rpc import server
 from kvstore.rpc.entries import address_from_pb
 from kvstore.rpc.metadata import Caller
@@ -27,16 +28,19 @@ WRITE = WRITE_PATH.rpartition("/")[2]
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """`stat` answers for the worker, `describe` for some of its blocks; `cluster` says which one it belongs to now."""
+    """`stat` answers for the worker, `describe` for some of its blocks, `give_up` ends some of a session; `cluster`
+    says which one it belongs to now.
+    """
 
     def __init__(
         self,
         stat: Callable[[], w.WorkerStatReply],
         describe: Callable[[Sequence[Address]], Sequence[w.BlockInfo]],
+        give_up: Callable[[int, Sequence[Address]], None],
         bulk: Bulk,
         cluster: Callable[[], str],
     ) -> None:
-        self._stat, self._describe, self._bulk, self._cluster = stat, describe, bulk, cluster
+        self._stat, self._describe, self._give_up, self._bulk, self._cluster = stat, describe, give_up, bulk, cluster
         self.admission = server.Admission(MAX_BULK_STREAMS)
 
     def add_to(self, grpc_server: grpc.aio.Server) -> None:
@@ -57,9 +61,13 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     @server.vital
     async def Describe(self, request: w.DescribeRequest, caller: Caller) -> w.DescribeReply:
         self._welcome(caller)
-        if len(request.addresses) > MAX_BATCH:
-            raise InvalidRequest(f"{len(request.addresses)} blocks are too many for one call; at most {MAX_BATCH}")
-        return w.DescribeReply(blocks=self._describe([address_from_pb(each) for each in request.addresses]))
+        return w.DescribeReply(blocks=self._describe(_addresses(request.addresses)))
+
+    @server.vital
+    async def GiveUp(self, request: w.GiveUpRequest, caller: Caller) -> w.GiveUpReply:
+        self._welcome(caller)
+        self._give_up(request.session or caller.session, _addresses(request.addresses))
+        return w.GiveUpReply()
 
     @server.streaming
     async def read(self, data: bytes, caller: Caller) -> AsyncIterator[bytes]:
@@ -82,3 +90,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         mine = self._cluster()
         if mine and caller.cluster and caller.cluster != mine:
             raise Denied(f"this worker belongs to cluster {mine}, the caller to {caller.cluster}")
+
+
+def _addresses(wire: Sequence[Wire]) -> list[Address]:
+    """Raises InvalidRequest for more than one call may carry."""
+    if len(wire) > MAX_BATCH:
+        raise InvalidRequest(f"{len(wire)} blocks are too many for one call; at most {MAX_BATCH}")
+    return [address_from_pb(each) for each in wire]

@@ -262,7 +262,12 @@ class Staging:
     def _unlink(self, staged: Staged) -> tuple[int | None, int]:
         """An fd that watches whoever has it open, and the bytes that still count; (None, 0) when they are free."""
         fd = unlink_watched(self._disk, staged.path)
-        return (fd, 0) if fd is None or staged.cut else (fd, self._disk.fstat(fd).used_bytes)
+        if fd is None or staged.cut:
+            return fd, 0
+        try:
+            return fd, self._disk.fstat(fd).used_bytes
+        except OSError:  # it is gone all the same, and counts as before
+            return fd, staged.counted
 
     def became_block(self, staged: Staged, length_bytes: int) -> None:
         """Its file was renamed to an address."""
@@ -308,8 +313,8 @@ class Staging:
         for volume in self._store.in_service:
             try:
                 found = await self._store.runtime.in_thread(_scan, volume)
-            except OSError as error:
-                self._store.explain(volume, error, "reading its staging directory")
+            except OSError as error:  # what lies there would be in no books, and would never go
+                self._store.fail(volume, f"reading its staging directory: {error.strerror}")
                 continue
             for staged in found:
                 self._by_session.setdefault(staged.session, {})[staged.handle] = staged

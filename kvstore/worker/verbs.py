@@ -69,6 +69,9 @@ class Verbs:
                 return self._open_now(session, request)
             case sp.Touch():
                 return self._touch(session, request)
+            case sp.GiveUp():
+                self._seals.give_up(session, [_address(each) for each in request.addresses])
+                return Answer(sp.Ok())
             case sp.Stat():
                 return Answer(self._stat())
             case sp.Unfinished():

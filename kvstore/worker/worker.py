@@ -96,7 +96,7 @@ class Worker:
         )
         self.store.on_touch, self.store.on_full = self.mover.touched, self.room.refill
         self.room.demote, self.room.on_take = self.mover.demote, self.mover.filled
-        self.peers = Peers(self._connect)
+        self.peers = Peers(self._connect, runtime.monotonic_s)
         self.fetcher = Fetcher(
             s.node,
             self.store,
@@ -125,7 +125,9 @@ class Worker:
         await self.staging.restore()
         await self.heat_file.load()
         await self.membership.save(self.runtime, self.store, self.store.fences)
-        service = WorkerService(self.stat, self.policies.describe, self.bulk, lambda: self.membership.cluster)
+        service = WorkerService(
+            self.stat, self.policies.describe, self.seals.give_up, self.bulk, lambda: self.membership.cluster
+        )
         self._server = await serve(self.settings.listen, [service.add_to], service.raw_handlers(), self._transport)
         self.endpoint = self._advertised(self._server)
         self.store.on_change, self.store.on_free = self.master_sync.changed, self.room.freed

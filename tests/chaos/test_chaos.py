@@ -17,7 +17,7 @@ import pytest
 from kvstore.node import parent
 from tests.support.cluster import clean_environment, wait_until
 
-MINUTES: Final = 0.7
+MINUTES: Final = 0.5
 _TIMEOUT_S: Final = 280.0
 _BEGUN_S: Final = 90.0
 

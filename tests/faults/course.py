@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from kvstore.worker import store
 from tests.faults.cluster import Cluster, Operation
-from tests.faults.operations import CONTENTS
+from tests.faults.operations import NEW
 from tests.sim.faults import Violation
 from tests.sim.loop import SimLoop, Stuck
 from tests.sim.run import _bury, _surroundings
@@ -62,7 +62,8 @@ def run_case(operation: Operation, fault: Fault, at: int) -> Case:
         with _noting_purges(cluster):
             await _course(cluster)
 
-    with _surroundings(loop, SEED), seams(trigger, [*CONTENTS, PROBE]):
+    contents = {*operation.before.values(), *operation.after.values(), NEW, PROBE}
+    with _surroundings(loop, SEED), seams(trigger, contents):
         try:
             asyncio.set_event_loop(loop)
             loop.run_until_complete(asyncio.wait_for(course(), MAX_S))
@@ -93,6 +94,7 @@ async def _again(cluster: Cluster) -> None:
     if cluster.may_be_lost:
         await cluster.put_all()
         cluster.may_be_lost.clear()
+        await cluster.check_all(cluster.operation.before)
     if not await cluster.attempt():
         raise Violation("the same operation fails once more")
     await cluster.check_all(cluster.operation.after)

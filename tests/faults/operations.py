@@ -6,13 +6,15 @@ import os
 from typing import Final
 
 from kvstore.core.errors import Unavailable
+from kvstore.master.db import MemoryDb
+from kvstore.master.rebuild import Kind, Wanted
 from kvstore.worker.block import Block
 from kvstore.worker.scrub import Limits, Scrubber
 from kvstore.worker.worker import Worker
 from tests.faults.cluster import Cluster, Operation
 from tests.sim.workload import OP_TIMEOUT_S
 
-LARGE: Final = 24_000
+LARGE: Final = 48_000
 
 
 def content(number: int, length_bytes: int = 5000) -> bytes:
@@ -21,9 +23,8 @@ def content(number: int, length_bytes: int = 5000) -> bytes:
 
 
 OLD, NEW, OTHER = content(1), content(2, 9000), content(3, 100)
-FULL: Final = {f"full/{number}": content(10 + number, LARGE) for number in range(10)}
+FULL: Final = {f"full/{number}": content(10 + number, LARGE) for number in range(5)}
 """As much as fits on a volume."""
-CONTENTS: Final = (OLD, NEW, OTHER, *FULL.values())
 
 
 async def _put_new(cluster: Cluster) -> None:
@@ -69,24 +70,25 @@ async def _seal_while_open(worker: Worker) -> None:
 # ---- between tiers
 
 
-def _only_block(cluster: Cluster) -> Block:
-    """Raises Unavailable."""
+async def _only_block(cluster: Cluster) -> Block:
+    """That the master has called owned: others do not move. Raises Unavailable."""
     block = next(iter(cluster.worker().store.all()), None)
     if block is None:
         raise Unavailable("the block is not there")
+    await cluster.until(lambda: block.owned)
     return block
 
 
 async def _demote(cluster: Cluster) -> None:
     await _promote(cluster)
-    worker, block = cluster.worker(), _only_block(cluster)
+    worker, block = cluster.worker(), await _only_block(cluster)
     await cluster.run(cluster.workers[0], worker.mover.demote(worker.store.volumes[0], block.used_bytes))
     if block.volume.tier != "ssd":
         raise Unavailable("it was not demoted")
 
 
 async def _promote(cluster: Cluster) -> None:
-    worker, block = cluster.worker(), _only_block(cluster)
+    worker, block = cluster.worker(), await _only_block(cluster)
     for _ in range(3):
         if block.volume.tier != "mem":
             worker.store.touch(block, 1)
@@ -99,8 +101,8 @@ async def _promote(cluster: Cluster) -> None:
 
 
 async def _quota(cluster: Cluster) -> None:
-    await cluster.call(0, lambda client: client.set_policy("full", quota_bytes=4 * LARGE, timeout_s=OP_TIMEOUT_S))
-    await cluster.until(lambda: len(cluster.worker().store) <= 4)
+    await cluster.call(0, lambda client: client.set_policy("full", quota_bytes=2 * LARGE, timeout_s=OP_TIMEOUT_S))
+    await cluster.until(lambda: len(cluster.worker().store) <= 2)
 
 
 async def _scrub(cluster: Cluster) -> None:
@@ -137,7 +139,7 @@ async def _stop_worker(cluster: Cluster) -> None:
     await cluster.run(cluster.workers[0], _leave_staging(worker))
     ssd = worker.store.volumes[1]
     await cluster.workers[0].stop()
-    part = next(os.scandir(f"{ssd.path}/blocks")).name
+    part = min(os.listdir(f"{ssd.path}/blocks"))
     for name in (
         f"blocks/{part}/stranger",
         "quarantine/old",
@@ -172,6 +174,23 @@ async def _start_master(cluster: Cluster) -> None:
     await _put_new(cluster)
 
 
+async def _lose_database(cluster: Cluster) -> None:
+    """The master gets an empty drive, and its operator asks for a rebuild, at every start until it is complete."""
+    host = cluster.master
+    await host.stop()
+    host.log.batches.clear()
+    host.log.synced, host.log.durable = 0, MemoryDb()
+    host.log.forget()
+    host.wanted_rebuild = Wanted(Kind.REBUILD, len(cluster.workers))
+
+
+async def _rebuild(cluster: Cluster) -> None:
+    host = cluster.master
+    host.start()
+    await cluster.until(lambda: host.master and host.master.rebuild is None)
+    host.wanted_rebuild = None
+
+
 A1: Final = {"a/1": OLD}
 PUBLISH: Final = Operation("publish", _put_new, A1, A1 | {"a/new": NEW})
 REMOTE: Final = Operation("publish-remote", _put_new_remotely, A1, A1 | {"a/new": NEW}, hosts=("n1", "n2"))
@@ -186,7 +205,8 @@ DEMOTE: Final = Operation("demote", _demote, A1, A1)
 QUOTA: Final = Operation("quota", _quota, FULL, FULL, may_miss=frozenset(FULL))
 SCRUB: Final = Operation("scrub", _scrub, A1 | {"b/1": NEW}, A1 | {"b/1": NEW})
 START_WORKER: Final = Operation(
-    "start-worker", _start_worker, A1 | {"b/1": NEW}, A1 | {"b/1": NEW}, _stop_worker, upkeep=True
+    "start-worker", _start_worker, A1 | {"b/1": NEW}, A1 | {"b/1": NEW}, _stop_worker, upkeep=True, linger_s=0.3
 )
 START_MASTER: Final = Operation("start-master", _start_master, A1, A1 | {"a/new": NEW}, _stop_master)
 UPKEEP: Final = Operation("upkeep", _wait, A1, A1, upkeep=True)
+REBUILD: Final = Operation("rebuild", _rebuild, A1 | {"b/x/1": NEW}, A1 | {"b/x/1": NEW}, _lose_database)

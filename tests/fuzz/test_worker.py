@@ -55,7 +55,7 @@ class Subject:
     def __init__(self, runner: asyncio.Runner, worker: Worker, address: Address) -> None:
         self._runner, self.worker, self.address = runner, worker, address
         w = worker
-        self.service = WorkerService(w.stat, w.policies.describe, w.bulk, lambda: w.membership.cluster)
+        self.service = WorkerService(w.stat, w.policies.describe, w.seals.give_up, w.bulk, lambda: w.membership.cluster)
         self.verbs = Verbs(
             Introduction("a", "h:1"), w.membership, w.store, w.sessions, w.staging, w.sealer, w.seals, w.opener,
             w.background,

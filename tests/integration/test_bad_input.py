@@ -21,7 +21,7 @@ from kvstore import Client
 from kvstore.core import sockproto as sp
 from kvstore.core.errors import InvalidRequest, KvError, NameTooLong, TooLarge, Unsupported
 from kvstore.core.hashing import hash_block
-from kvstore.core.limits import HELLO_TIMEOUT_S, MAX_BATCH, MIB, STALL_TIMEOUT_S
+from kvstore.core.limits import HANDSHAKE_TIMEOUT_S, MAX_BATCH, MIB, STALL_TIMEOUT_S
 from kvstore.pb import master_pb2 as m
 from kvstore.pb import worker_pb2 as w
 from kvstore.rpc import methods
@@ -134,11 +134,11 @@ def test_who_connects_and_says_nothing_is_hung_up_on_and_others_are_served(clust
             assert client.get("warm") == bytes(MIB)
         begin = time.monotonic()
         for sock in (*silent, *local):
-            sock.settimeout(6 * HELLO_TIMEOUT_S)
+            sock.settimeout(3 * HANDSHAKE_TIMEOUT_S)
             with contextlib.suppress(ConnectionError):
                 while sock.recv(65536):  # the server's settings, then the end
                     pass
-        assert time.monotonic() - begin < 5 * HELLO_TIMEOUT_S
+        assert time.monotonic() - begin < 2 * HANDSHAKE_TIMEOUT_S
 
 
 # ---- calls

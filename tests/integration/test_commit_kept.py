@@ -228,7 +228,7 @@ async def test_the_reserve_stops_what_grows_and_nothing_else(tmp_path: Path, mon
             await register(link)
             await publish_one(link, "before", 1 << 20)
             filler = Filler(drive)
-            fill_but(drive, filler, 20 << 20)
+            fill_but(drive, filler, 14 << 20)
             refused_with = await publish_until(link, "d", acknowledged, NoSpace)
             assert "are kept in reserve" in refused_with.message
             beat = m.HeartbeatRequest(node=NODE, boot=BOOT, volumes=[c.Volume(id=VOLUME, tier="ssd")])
@@ -241,9 +241,9 @@ async def test_the_reserve_stops_what_grows_and_nothing_else(tmp_path: Path, mon
 
 
 def fill_but(drive: Path, filler: Filler, left: int) -> None:
-    """Leave so many bytes free."""
-    filler.fill()
-    os.truncate(filler.path, filler.path.stat().st_size - left)
+    """Leave so many bytes free, and at no moment less."""
+    with filler.path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(drive).free - left)
 
 
 async def accepted(link: AsyncLink, path: str) -> None:

@@ -1,10 +1,13 @@
-"""Puts while the master is away: nobody could name what they store, so they store nothing."""
+"""Puts while the master is away: nobody could name what they store, so they store nothing, and what was stored when it
+went does not stay.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,8 @@ from typing import Any
 import pytest
 
 from kvstore import Client
-from kvstore.client.breaker import NotAsked
 from kvstore.core.errors import KvError
+from kvstore.rpc.breaker import NotAsked
 from tests.support.blocking import BlockingClient, LoopThread
 from tests.support.cluster import Cluster, wait_until
 
@@ -69,3 +72,23 @@ def test_who_would_rather_wait_is_stored_when_it_is_back(tmp_path: Path, connect
         cluster.master.start(wait=False)
         client.put("patient", b"waited", timeout_s=20.0)
         assert client.get("patient") == b"waited"
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["local worker", "remote worker"])
+def test_publishes_that_time_out_leave_nothing_behind(tmp_path: Path, connect: Callable[..., Any], here: bool) -> None:
+    """While the client lives. One that came through in the end is as good as any."""
+    values = {f"late/{i}": os.urandom(SIZE_BYTES) for i in range(KEPT)}
+    with Cluster(tmp_path, workers=1) as cluster:
+        (worker,) = cluster.workers
+        with connect(cluster.url, worker_socket=worker.socket if here else "") as client:
+            client.put("before", b"x")
+            cluster.master.signal(signal.SIGSTOP)
+            errors = [each for each in client.put_many(values, timeout_s=3.0) if isinstance(each, KvError)]
+            assert len(errors) == KEPT
+            assert len(worker.block_files) > 1, "they were stored: else this shows nothing"
+            cluster.master.signal(signal.SIGCONT)
+            wait_until(lambda: refusal(client) == "", "puts work again")
+            named = 2 + sum(client.exists_many(list(values)))
+            wait_until(lambda: len(worker.block_files) == named, "only blocks that have a name are left", 15.0)
+            read = client.get_many(list(values))
+            assert all(each in (None, values[name]) for name, each in zip(values, read, strict=True))

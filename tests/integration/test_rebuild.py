@@ -411,8 +411,10 @@ def _is_noted(file: Path) -> bool:
 
 
 @pytest.mark.skipif(not can_mount(), reason="needs root and /dev/fuse")
-def test_a_mount_goes_on_after_a_rebuild(cluster: Cluster, tmp_path: Path) -> None:
-    with mounted(cluster, tmp_path / "mnt", cluster.workers[0]) as mount:
+@pytest.mark.parametrize("shown", ["/", "/a/b/"])
+def test_a_mount_goes_on_after_a_rebuild(cluster: Cluster, tmp_path: Path, shown: str) -> None:
+    """Also one of a directory, which has another inode number by then."""
+    with mounted(cluster, tmp_path / "mnt", cluster.workers[0], "--path", shown) as mount:
 
         def write(names: list[str]) -> None:
             (mount / "d").mkdir(exist_ok=True)
@@ -423,7 +425,7 @@ def test_a_mount_goes_on_after_a_rebuild(cluster: Cluster, tmp_path: Path) -> No
             return [(mount / "d" / name).read_bytes() for name in names]
 
         in_child(write, names := [f"f{i}" for i in range(5)])
-        wait_noted(cluster, *(f"d/{name}" for name in names))
+        wait_noted(cluster, *(f"{shown}d/{name}".lstrip("/") for name in names))
         assert in_child(read, names) == [name.encode() for name in names]
         cluster.master.kill()
         shutil.rmtree(data_of(cluster))
@@ -440,4 +442,4 @@ def test_a_mount_goes_on_after_a_rebuild(cluster: Cluster, tmp_path: Path) -> No
         in_child(write, ["new"])
         assert sorted(in_child(os.listdir, mount / "d")) == [*names, "new"]
         assert in_child(read, ["new"]) == [b"new"]
-        check_all(cluster, {f"d/{name}": name.encode() for name in [*names, "new"]})
+        check_all(cluster, {f"{shown}d/{name}".lstrip("/"): name.encode() for name in [*names, "new"]})

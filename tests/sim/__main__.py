@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Final
 
 from tests.sim.planted import PLANTS
-from tests.sim.run import Outcome, run_seed
+from tests.sim.run import Outcome, freeze, run_seed
 
 PROGRESS_EVERY: Final = 50
 STORY_LINES: Final = 60
@@ -40,7 +40,7 @@ def _options() -> argparse.Namespace:
 
 def _run_many(seeds: range, jobs: int) -> int:
     began_s, outcomes, failed = time.perf_counter(), Counter[str](), list[int]()
-    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=PROGRESS_EVERY) as pool:
+    with multiprocessing.get_context("spawn").Pool(jobs, freeze) as pool:
         for done, outcome in enumerate(pool.imap_unordered(run_seed, seeds), 1):
             outcomes += outcome.outcomes
             if outcome.error:

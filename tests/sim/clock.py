@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import secrets
 import sys
@@ -66,7 +67,7 @@ def virtual(loop: SimLoop, seed: int) -> Iterator[None]:
 @contextmanager
 def _defaults(real: Callable[[], float], virtual: Callable[[], float]) -> Iterator[None]:
     """Functions of kvstore whose argument's default is the real clock (`clock=time.monotonic`)."""
-    found = [function for function in _functions() if real in (function.__defaults__ or ())]
+    found = _with_default(real, len(sys.modules))
     before = [function.__defaults__ for function in found]
     for function in found:
         function.__defaults__ = tuple(virtual if value is real else value for value in function.__defaults__ or ())
@@ -75,6 +76,12 @@ def _defaults(real: Callable[[], float], virtual: Callable[[], float]) -> Iterat
     finally:
         for function, defaults in zip(found, before, strict=True):
             function.__defaults__ = defaults
+
+
+@functools.lru_cache(1)
+def _with_default(value: object, modules: int) -> list[FunctionType]:
+    """`modules`: how many are loaded; with each new one there may be more."""
+    return [function for function in _functions() if value in (function.__defaults__ or ())]
 
 
 def _functions() -> Iterator[FunctionType]:

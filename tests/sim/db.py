@@ -88,5 +88,12 @@ class SimDb:
             raise Unavailable("the drive failed a flush")
         self._log.sync()
 
+    def forget_cached(self) -> None:
+        """Nothing is cached."""
+
+    def verify(self, cf: Cf, after: bytes | None, limit: int) -> bytes | None:
+        rows = self._rows.scan(cf, b"" if after is None else after + b"\0", None, limit)
+        return rows[-1][0] if len(rows) == limit else None
+
     def close(self) -> None:
         self._closed = True

@@ -11,7 +11,6 @@ import contextlib
 import contextvars
 import enum
 import heapq
-import os
 import random
 import selectors
 from collections import deque
@@ -130,7 +129,6 @@ class SimLoop(asyncio.SelectorEventLoop):
     """`random` orders what is ready and times the threads; `troubles` holds what nobody caught."""
 
     _ready: deque[asyncio.Handle]
-    _scheduled: list[asyncio.TimerHandle]
     _selector: selectors.EpollSelector
 
     def __init__(self, seed: int) -> None:
@@ -141,6 +139,10 @@ class SimLoop(asyncio.SelectorEventLoop):
         self.troubles: list[str] = []
         self.rounds = 0
         self._now_s = START_S
+        # Not asyncio's heap of handles, which are compared in Python: here the time decides, then the order of calls.
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers_made = 0
+        self.get_debug = bool  # type: ignore[method-assign] # False, without a frame: each handle asks
         self.set_exception_handler(self._note)
 
     def time(self) -> float:
@@ -188,43 +190,52 @@ class SimLoop(asyncio.SelectorEventLoop):
 
     def _advance(self) -> bool:
         """To the next timer; False when there is none."""
-        while self._scheduled and self._scheduled[0]._cancelled:
-            self._drop_timer()
-        if not self._scheduled:
+        timers = self._timers
+        while timers and timers[0][2]._cancelled:
+            heapq.heappop(timers)
+        if not timers:
             return False
-        self._now_s = max(self._now_s, self._scheduled[0].when())
+        self._now_s = max(self._now_s, timers[0][0])
         return True
 
     def _wake_due(self) -> None:
-        while self._scheduled and (self._scheduled[0]._cancelled or self._scheduled[0].when() <= self._now_s):
-            timer = self._drop_timer()
+        timers, now_s = self._timers, self._now_s
+        while timers and timers[0][0] <= now_s:
+            timer = heapq.heappop(timers)[2]
             if not timer._cancelled:
                 self._ready.append(timer)
 
     def hang_up(self, process: Process) -> None:
         """The sockets of a dead process: whoever is connected hears of it."""
-        nothing = os.open(os.devnull, os.O_RDWR)
         for key in list(self._selector.get_map().values()):
-            if any(handle is not None and owner_of(handle) is process for handle in key.data):
+            owned = [handle for handle in key.data if handle is not None and owner_of(handle) is process]
+            if owned:
                 self._selector.unregister(key.fileobj)
-                os.dup2(nothing, key.fd, inheritable=False)
-        os.close(nothing)
+                owned[0]._callback.__self__._sock.close()  # of a connection, or of the server
 
     def clear(self) -> None:
         """Nothing of what was to come comes."""
         self._ready.clear()
-        self._scheduled.clear()
-
-    def _drop_timer(self) -> asyncio.TimerHandle:
-        timer: asyncio.TimerHandle = heapq.heappop(self._scheduled)
-        timer._scheduled = False  # type: ignore[attr-defined]
-        return timer
+        self._timers.clear()
 
     # ---- what processes ask of it
 
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:  # type: ignore[override]
+        handle = asyncio.Handle(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        self._timers_made += 1
+        heapq.heappush(self._timers, (when, self._timers_made, timer))
+        return timer
+
     def create_task(self, coro: Any, *, name: object = None, context: Context | None = None) -> asyncio.Task[Any]:
         task: asyncio.Task[Any] = super().create_task(coro, name=name, context=context)
-        process = (context or contextvars.copy_context()).get(PROCESS)
+        process = PROCESS.get() if context is None else context.get(PROCESS)
         if process is not None:
             process.keep(task)
         return task

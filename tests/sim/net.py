@@ -203,6 +203,7 @@ class Call:
         try:
             item = await self.next()
             assert item is not None, f"{self.path} ended without a reply"
+            self._end()
             return item
         finally:
             self.cancel()

@@ -5,40 +5,40 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import shutil
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from kvstore.client.aio import AsyncClient
 from kvstore.core.errors import KvError
-from kvstore.master import main as master_main
-from kvstore.master.commit import Committer
 from kvstore.master.master import Master
 from kvstore.master.master import Settings as MasterSettings
-from kvstore.master.metrics import MasterMetrics
+from kvstore.master.rebuild import Wanted
 from kvstore.master.records import JournalLimits
-from kvstore.master.service import MasterService
+from kvstore.master.running import Running
 from kvstore.rpc.failover import AsyncFailover
 from kvstore.rpc.metadata import Caller
 from kvstore.rpc.methods import A, Method, Q
-from kvstore.rpc.server import serve, stop_all
 from kvstore.worker.opening import open_volumes
 from kvstore.worker.settings import Settings, VolumeSettings
 from kvstore.worker.worker import Worker
 from tests.sim.clock import SimRuntime
 from tests.sim.db import Log, SimDb
 from tests.sim.disk import SimDisk
-from tests.sim.drive import Drive
+from tests.sim.drive import FREE_BYTES, Drive, remove_tree
 from tests.sim.loop import Process, SimLoop, State
 from tests.sim.net import Net
 from tests.sim.trace import Trace
+from tests.support.accounting import files_below
 
 T = TypeVar("T")
 MASTER: Final = "master:7000"
 DEAD_TICKS: Final = 3
+SCAN_S: Final = 20.0
 GRACE_S: Final = 4.0
 FULL_REPORT_S: Final = 8.0
+SCRUB_BYTES_S: Final = 1e6
+SCRUB_S: Final = 6.0
 RESTART_S: Final = 1.0
 """After which a program that ended by itself is started again, as `kvstore node` does."""
 
@@ -81,6 +81,7 @@ class Host:
             self.trace.add(f"{process.name} is killed")
             process.kill()
             self._fallen(process)
+            self.loop.hang_up(process)
             self.net.forget(process)
             self.buried.append(process)
 
@@ -111,6 +112,7 @@ class Host:
     def _ended(self, process: Process) -> None:
         process.kill()
         self._fallen(process)
+        self.loop.hang_up(process)
         self.net.forget(process)
         self.buried.append(process)
 
@@ -126,48 +128,49 @@ class Host:
 
 
 class MasterHost(Host):
+    """`wanted_rebuild`: what its operator has said on the command line, at every start until it is taken back."""
+
     def __init__(self, loop: SimLoop, net: Net, trace: Trace) -> None:
         super().__init__(loop, net, trace, "master")
         self.log = Log(random.Random(self.random.getrandbits(64)))
-        self.master: Master | None = None
-        self._shut_down: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self.wanted_rebuild: Wanted | None = None
+        self._running: Running | None = None
         self._db: SimDb | None = None
+
+    @property
+    def master(self) -> Master | None:
+        """None while none runs."""
+        return None if self._running is None else self._running.master
 
     def power_cut(self) -> None:
         self.crash()
         self.trace.add(f"{self.name}: power cut, {self.log.power_cut()}")
 
     async def _run(self, process: Process, runtime: SimRuntime) -> None:
-        db = self._db = SimDb(self.log)
-        committer = Committer(db, runtime, lambda: 1 << 40, 0)
-        settings = MasterSettings(1.0, DEAD_TICKS, 3600.0, JournalLimits(10**9, 1 << 40))
-        master = self.master = Master(db, committer, runtime, settings)
-        loop = asyncio.get_running_loop()
-        tasks = [
-            loop.create_task(work)
-            for work in (committer.run(), master_main._tick(master, runtime), master_main._recount(master, runtime))
-        ]
-        service = MasterService(master, runtime, MasterMetrics(master))
-        server = await serve(MASTER, [service.add_to], transport=self.net.transport(process))
-
-        async def shut_down() -> None:
-            committer.close()
-            await server.stop()
-            await stop_all(*tasks)
-
-        self._shut_down = shut_down
+        self._db = SimDb(self.log)
+        running = self._running = Running(
+            self._db,
+            runtime,
+            MasterSettings(1.0, DEAD_TICKS, 3600.0, JournalLimits(10**9, 1 << 40)),
+            free_bytes=lambda: FREE_BYTES,
+            reserve_bytes=0,
+            scan_interval_s=SCAN_S,
+            wanted=self.wanted_rebuild,
+        )
+        server = await running.serve(MASTER, self.net.transport(process))
         await server.set_serving(True)
-        await committer.failed.wait()
-        await shut_down()
-        assert committer.failure is not None
-        raise committer.failure
+        try:
+            await running.until_failed()
+        except KvError:
+            await running.stop()
+            raise
 
     async def _stop(self) -> None:
-        if self._shut_down is not None:
-            await self._shut_down()
+        if self._running is not None:
+            await self._running.stop()
 
     def _fallen(self, process: Process) -> None:
-        self.master = self._shut_down = None
+        self._running = None
         if self._db is not None:
             self._db.close()
 
@@ -241,7 +244,7 @@ class WorkerHost(Host):
         return [self._path / tier for tier, _ in self._sizes]
 
     def block_files(self) -> list[Path]:
-        return sorted(path for volume in self.volume_paths for path in (volume / "blocks").glob("*/*"))
+        return sorted(Path(path) for volume in self.volume_paths for path in files_below(f"{volume}/blocks"))
 
     def power_cut(self) -> None:
         self.crash()
@@ -250,7 +253,7 @@ class WorkerHost(Host):
     def wipe(self, path: Path) -> None:
         """A new drive in place of a volume's."""
         self.crash()
-        shutil.rmtree(path, ignore_errors=True)
+        remove_tree(str(path))
         self.trace.add(f"{self.name}: volume {path.name} is empty now")
 
     async def _run(self, process: Process, runtime: SimRuntime) -> None:
@@ -275,12 +278,12 @@ class WorkerHost(Host):
     def _fallen(self, process: Process) -> None:
         self.disk.give_up()
         self.worker = None
-        self.loop.hang_up(process)
 
     def _settings(self) -> Settings:
         volumes = [VolumeSettings(tier, str(self._path / tier), size, 0) for tier, size in self._sizes]
         return Settings(
-            self.name, [MASTER], self.endpoint, "", self.socket, 0o600, GRACE_S, FULL_REPORT_S, volumes
+            self.name, [MASTER], self.endpoint, "", self.socket, 0o600, GRACE_S, FULL_REPORT_S, volumes,
+            scrub_bytes_per_s=SCRUB_BYTES_S, scrub_interval_s=SCRUB_S,
         )  # fmt: skip
 
 

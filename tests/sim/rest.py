@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from pathlib import Path
+import os
 from typing import Final
 
 from kvstore.core.errors import KvError
@@ -12,7 +12,7 @@ from kvstore.core.types import Address, BlockId
 from tests.sim.faults import Violation
 from tests.sim.programs import Host, WorkerHost
 from tests.sim.world import World
-from tests.support.accounting import check_exact
+from tests.support.accounting import check_exact, files_below
 
 SETTLE_S: Final = 15.0
 """Grace of sessions, a full report, and time for what follows from them."""
@@ -87,7 +87,7 @@ class Rest:
         for worker in world.workers:
             assert worker.worker is not None
             for volume in worker.worker.store.in_service:
-                there |= {(volume.id, block.pack()) for block in _blocks_in(Path(volume.path))}
+                there |= {(volume.id, block.pack()) for block in _blocks_in(volume.path)}
         if missing := sorted(believed - there):
             return f"the master believes in a replica that is not there, of block {_text(missing[0][1])}"
         if unknown := sorted(there - believed):
@@ -143,8 +143,8 @@ class Rest:
             raise Violation(f"{host.name} left tasks behind: {left[:3]}")
 
 
-def _blocks_in(volume: Path) -> list[BlockId]:
-    return [Address.parse(path.name).block for path in (volume / "blocks").glob("*/*")]
+def _blocks_in(volume: str) -> list[BlockId]:
+    return [Address.parse(os.path.basename(path)).block for path in files_below(f"{volume}/blocks")]
 
 
 def _text(block: bytes) -> str:

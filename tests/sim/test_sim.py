@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Final
 
 import pytest
 
 from tests.sim.planted import PLANTS, Plant
-from tests.sim.run import run_seed
+from tests.sim.run import freeze, run_seed
 
 SEEDS: Final = 15
 PLANT_SEEDS: Final = 12
 SHORT_S: Final = 4.0
 """Virtual seconds of load of a run that is only compared with another one."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> Iterator[None]:
+    freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("first", range(1, SEEDS + 1, 5))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvstore.worker.disk import FileState, _file_state
@@ -13,7 +13,22 @@ from kvstore.worker.worker import Worker
 PARTS = ("blocks", "staging", "quarantine")
 
 
-def state_of(path: Path) -> FileState | None:
+def files_below(directory: str) -> Iterator[str]:
+    """Paths of all that is no directory; none when there is no such directory. Neither by pathlib nor by os.walk, which
+    take several times as long for the 256 directories of a volume."""
+    try:
+        with os.scandir(directory) as entries:
+            found = list(entries)
+    except FileNotFoundError:
+        return
+    for entry in found:
+        if entry.is_dir():
+            yield from files_below(entry.path)
+        else:
+            yield entry.path
+
+
+def state_of(path: Path | str) -> FileState | None:
     """None when it has gone."""
     try:
         return _file_state(os.lstat(path))
@@ -25,13 +40,13 @@ def used_on_disk(volume: Volume, parts: Iterable[str] = PARTS) -> int:
     """Bytes of the volume's files, as its books count them. Blocks first: a file that is renamed meanwhile is missed,
     not counted twice.
     """
-    paths = (path for part in parts for path in Path(volume.path, part).rglob("*") if not path.is_dir())
+    paths = (path for part in parts for path in files_below(f"{volume.path}/{part}"))
     return sum(state.used_bytes for path in paths if (state := state_of(path)))
 
 
 def allocated_on_disk(volume: Volume) -> int:
     """What `du` says of the volume's blocks."""
-    paths = (path for path in Path(volume.path, "blocks").rglob("*") if not path.is_dir())
+    paths = files_below(f"{volume.path}/blocks")
     return sum(state.allocated_bytes for path in paths if (state := state_of(path)))
 
 
@@ -55,7 +70,7 @@ async def check_exact(worker: Worker) -> None:
     await worker.held.probe()
     for volume in worker.store.volumes:
         await worker.staging.look(volume)
-        names = {path.name for path in Path(volume.path, "blocks").rglob("*") if not path.is_dir()}
+        names = {os.path.basename(path) for path in files_below(f"{volume.path}/blocks")}
         assert names == {block.address.file_name for block in worker.store.hold(volume)}
         assert volume.books.held == 0, volume.books.describe()
         books = volume.books

@@ -2,8 +2,9 @@
 
     python -m tests.support.crowd kvstore://127.0.0.1:7070 100
 
-Each looks a name up twice a second or so, a large crowd less often: its own process must not be what is slow. A line on stdin asks: it is answered with a line of JSON once every client
-has been served by a call that began after it (`Answer`).
+Each looks a name up twice a second or so, in a large crowd less often: its own process must not be what is slow. A line
+on stdin asks: it is answered with a line of JSON once every client has been served by a call that began after it
+(`Answer`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from kvstore.core.errors import KvError
 
 MAX_CALLS_PER_S: Final = 200.0
 """Of a process."""
+MAX_CONNECTS_PER_S: Final = 50.0
+"""When it begins: it is coming back that all do at once."""
 PATH: Final = "warm"
 
 
@@ -69,6 +72,7 @@ class _Clients:
         self.errors: dict[str, int] = {}
 
     async def run(self, index: int, url: str) -> None:
+        await asyncio.sleep(random.uniform(0, len(self.served_s) / MAX_CONNECTS_PER_S))
         async with AsyncClient(url, metadata_ttl_s=0) as client:
             while True:
                 begin = time.monotonic()

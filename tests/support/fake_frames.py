@@ -10,7 +10,7 @@ import grpc.aio
 
 from kvstore.core.errors import KvError
 from kvstore.pb import worker_pb2 as w
-from kvstore.rpc.methods import READ_PATH, WRITE_PATH
+from kvstore.rpc.methods import READ_PATH, WORKER_GIVE_UP, WRITE_PATH
 from kvstore.rpc.server import Server, fail, serve
 
 Frames = Sequence[bytes] | KvError
@@ -20,7 +20,7 @@ Frames = Sequence[bytes] | KvError
 class FakeFrames(grpc.GenericRpcHandler):
     """`read` answers a ReadRequest with frames or an error, `write` a WriteRequest and its bytes with a reply or one.
 
-    `reads` and `writes` list what came.
+    `reads`, `writes` and `given_up` list what came.
     """
 
     def __init__(
@@ -31,6 +31,7 @@ class FakeFrames(grpc.GenericRpcHandler):
         self._read, self._write = read, write
         self.reads: list[w.ReadRequest] = []
         self.writes: list[w.WriteRequest] = []
+        self.given_up: list[w.GiveUpRequest] = []
 
     async def serve(self) -> Server:
         server = await serve("127.0.0.1:0", [], raw=self)
@@ -42,7 +43,13 @@ class FakeFrames(grpc.GenericRpcHandler):
             return grpc.unary_stream_rpc_method_handler(self._serve_read)
         if details.method == WRITE_PATH:
             return grpc.stream_unary_rpc_method_handler(self._serve_write)
+        if details.method == WORKER_GIVE_UP.path:
+            return grpc.unary_unary_rpc_method_handler(self._serve_give_up)
         return None
+
+    async def _serve_give_up(self, data: bytes, context: Any) -> bytes:
+        self.given_up.append(w.GiveUpRequest.FromString(data))
+        return w.GiveUpReply().SerializeToString()
 
     async def _serve_read(self, data: bytes, context: Any) -> AsyncIterator[bytes]:
         request = w.ReadRequest.FromString(data)

@@ -141,7 +141,7 @@ async def _done(link: AsyncLink, method: methods.Method[Any, Any], request: Any)
 
 
 async def register(link: AsyncLink) -> None:
-    """The worker that holds all blocks. Again while there is no connection: on a busy machine the first may take long."""
+    """The worker that holds all blocks. Again while there is no connection: on a busy machine that may take long."""
     async with asyncio.timeout(WAIT_S):
         while True:
             try:

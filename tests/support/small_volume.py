@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 from kvstore.client.blocks import AsyncBlocks
+from kvstore.client.sockets import SealedBlock
 from kvstore.client.staging import Staging
 from kvstore.core.errors import NoSpace
 from kvstore.core.limits import MIB
@@ -16,10 +18,11 @@ from kvstore.runtime import SystemRuntime
 
 
 class SmallVolume:
-    """Blocks on a volume with so much room; `asked`: every reservation, granted or not."""
+    """Blocks on a volume with so much room. `asked`: every reservation, granted or not; `given_up`: blocks."""
 
     def __init__(self, path: Path, room: int) -> None:
         self.path, self.room, self.asked = path, room, list[int]()
+        self.given_up: list[SealedBlock] = []
 
     async def stage(self, size_hint: int = 0) -> Staging:
         self._take(size_hint)
@@ -30,6 +33,9 @@ class SmallVolume:
 
     async def abort(self, staging: Staging) -> None:
         staging.close()
+
+    async def give_up(self, blocks: Sequence[SealedBlock]) -> None:
+        self.given_up += blocks
 
     def _take(self, size_bytes: int) -> None:
         self.asked.append(size_bytes)

@@ -1,4 +1,4 @@
-"""``tests/RULES.md`` names, for every rule of the protocol, tests that fail when it is broken: they are there."""
+"""What ``tests/RULES.md`` (rules of the protocol) and ARCHITECTURE.md (failures) name as their tests is there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 TESTS: Final = Path(__file__).parents[1]
 TABLE: Final = TESTS / "RULES.md"
+FAILURES: Final = TESTS.parent / "ARCHITECTURE.md"
 LATER: Final = (31,)
 """Rules of what is not built yet."""
 
@@ -34,5 +35,15 @@ def test_every_rule_is_broken_and_caught(rule: int) -> None:
 def test_the_tests_are_there(row: Row) -> None:
     assert row.caught_by
     for test in row.caught_by:
-        file, _, name = test.partition("::")
-        assert re.search(rf"^(async )?def {re.escape(name)}\(", (TESTS / file).read_text(), re.MULTILINE), test
+        assert is_there(test), test
+
+
+def test_the_tests_of_the_failures_are_there() -> None:
+    named = re.findall(r"`(\w+/[\w/]+\.py::\w+)`", FAILURES.read_text())
+    assert len(named) > 20
+    assert [test for test in named if not is_there(test)] == []
+
+
+def is_there(test: str) -> bool:
+    file, _, name = test.partition("::")
+    return bool(re.search(rf"^(async )?def {re.escape(name)}\(", (TESTS / file).read_text(), re.MULTILINE))

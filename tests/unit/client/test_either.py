@@ -8,7 +8,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +16,6 @@ from typing import Any, cast
 import pytest
 
 from kvstore.client.blocks import AsyncLocalBlocks, AsyncRemoteBlocks
-from kvstore.client.breaker import NotAsked, Silent
 from kvstore.client.either import AsyncEitherBlocks, EitherBlocks
 from kvstore.client.local import AsyncLocalWorker, LocalWorker
 from kvstore.client.remote import AsyncRemote, Remote
@@ -28,6 +27,7 @@ from kvstore.core import sockproto as sp
 from kvstore.core.errors import KvError, Timeout
 from kvstore.core.limits import METADATA_TIMEOUT_S, PING_TIMEOUT_S, PROBE_TIMEOUT_S, SILENCE_S
 from kvstore.core.types import Address, BlockId
+from kvstore.rpc.breaker import NotAsked, Silent
 from kvstore.runtime import SystemRuntime
 from tests.support.fake_socket import HELLO, Asked, FakeSocket, open_fds
 from tests.support.worker_kit import until
@@ -43,6 +43,12 @@ HERE, ELSEWHERE = 4, 3
 
 class Remotes:
     """In the place of the remote workers: they take everything."""
+
+    def __init__(self) -> None:
+        self.given_up: list[SealedBlock] = []
+
+    def give_up(self, blocks: Sequence[SealedBlock]) -> None:
+        self.given_up += blocks
 
     def store(self, length_bytes: int, digest: int, frames: object, *, timeout_s: float) -> SealedBlock:
         return SealedBlock(Address(BlockId(1, 1), length_bytes, digest), ELSEWHERE)
@@ -111,11 +117,13 @@ class World:
         self.blocks: AsyncEitherBlocks | EitherBlocks
         if in_loop:
             self.link = AsyncLocalWorker(path, 5)
-            remote = AsyncRemoteBlocks(cast("AsyncRemote", AsyncRemotes()), runtime)
+            self.remotes: Remotes = AsyncRemotes()
+            remote = AsyncRemoteBlocks(cast("AsyncRemote", self.remotes), runtime)
             self.blocks = AsyncEitherBlocks(AsyncLocalBlocks(self.link, runtime), remote, path)
         else:
             self.link, threads = LocalWorker(path, 5), Threads()
-            here = RemoteBlocks(cast("Remote", Remotes()), threads)
+            self.remotes = Remotes()
+            here = RemoteBlocks(cast("Remote", self.remotes), threads)
             self.blocks = EitherBlocks(LocalBlocks(self.link, threads), here, path)
 
     async def call(self, verb: str, *args: Any, **kwargs: Any) -> Any:
@@ -242,6 +250,23 @@ async def test_it_is_used_again_when_it_answers(local: LocalPart, world: World) 
     await until(lambda: world.link.breaker.closed)
     sealed: SealedBlock = await world.call("seal", staging, 10)
     assert sealed.volume == HERE
+
+
+async def test_blocks_are_given_up_where_they_lie(local: LocalPart, world: World) -> None:
+    here = SealedBlock(Address(BlockId(7, 1), 10, 1), HERE)
+    elsewhere = SealedBlock(Address(BlockId(8, 1), 10, 1), ELSEWHERE, "b:1")
+    await world.call("give_up", [here, elsewhere])
+    await until(lambda: world.remotes.given_up == [elsewhere])
+    assert [r for r in local.socket.seen if isinstance(r, sp.GiveUp)] == [sp.GiveUp([sp.to_wire(here.address)])]
+
+
+async def test_a_silent_worker_is_told_what_is_given_up_and_not_waited_for(local: LocalPart, world: World) -> None:
+    local.silent = True
+    await world.find_out()
+    begin = time.monotonic()
+    with pytest.raises(Timeout):
+        await world.call("give_up", [SealedBlock(Address(BlockId(7, 1), 10, 1), HERE)])
+    assert time.monotonic() - begin < AT_ONCE_S
 
 
 async def test_who_works_long_is_not_silent(local: LocalPart, world: World) -> None:

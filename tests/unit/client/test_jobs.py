@@ -221,10 +221,16 @@ def sealed(counter: int) -> SealedBlock:
     return SealedBlock(address(counter), 5)
 
 
+def store(job: PutJob, *outcomes: SealedBlock | KvError) -> None:
+    """Of all values that are to be stored, in order."""
+    for index, outcome in zip(job.to_store(), outcomes, strict=True):
+        job.stored(index, outcome)
+
+
 def test_a_round_of_puts() -> None:
     job = PutJob(["a", "empty", "b"], [3, 0, 3], LostNames(), if_absent=False)
     assert job.to_store() == [0, 2]
-    job.stored([sealed(1), NoSpace("full")])
+    store(job, sealed(1), NoSpace("full"))
     first, second = job.publications()
     assert (first.mode, first.parents) == (PublishMode.REPLACE, True)
     assert [(n.path, n.address, n.volume) for n in first.names] == [("a", address(1), 5)]
@@ -240,12 +246,12 @@ def test_what_could_not_be_read_replaces_equal_content_once() -> None:
     lost = LostNames()
     lost.failed("a", Corrupt("bad"))
     job = PutJob(["a", "b"], [3, 3], lost, if_absent=False)
-    job.stored([sealed(1), sealed(2)])
+    store(job, sealed(1), sealed(2))
     assert [p.names[0].replace_equal for p in job.publications()] == [True, False]
     job.published([Overloaded("busy"), PublishResult([file(2)], [True])])
     assert "a" in lost, "it is not stored yet"
     assert job.pause(Deadline(5)) is not None
-    job.stored([sealed(3)])
+    store(job, sealed(3))
     assert [p.names[0].replace_equal for p in job.publications()] == [True]
     job.published([PublishResult([file(3)], [True])])
     assert "a" not in lost
@@ -253,7 +259,7 @@ def test_what_could_not_be_read_replaces_equal_content_once() -> None:
 
 def test_a_worker_that_misses_its_own_files_may_have_them_the_next_time() -> None:
     job = PutJob(["a"], [3], LostNames(), if_absent=False)
-    job.stored([NotFound("no staging file 7")])
+    store(job, NotFound("no staging file 7"))
     assert isinstance(job.done()[0], Unavailable)
     assert job.pause(Deadline(5)) is not None
 
@@ -261,12 +267,12 @@ def test_a_worker_that_misses_its_own_files_may_have_them_the_next_time() -> Non
 @pytest.mark.parametrize("error", [Stale("fence"), Unavailable("worker gone"), Overloaded("busy")])
 def test_what_may_pass_is_stored_anew(error: KvError) -> None:
     job = PutJob(["a"], [3], LostNames(), if_absent=False)
-    job.stored([sealed(1)])
+    store(job, sealed(1))
     job.publications()
     job.published([error])
     assert job.pause(Deadline(5)) is not None
     assert job.to_store() == [0]
-    job.stored([sealed(2)])
+    store(job, sealed(2))
     assert job.publications()[0].names[0].address == address(2)
     job.published([PublishResult([file(2)], [True])])
     assert job.done() == [Put(file(2), True)]
@@ -274,7 +280,7 @@ def test_what_may_pass_is_stored_anew(error: KvError) -> None:
 
 def test_the_deadline_ends_the_rounds() -> None:
     job = PutJob(["a"], [3], LostNames(), if_absent=False)
-    job.stored([Unavailable("gone")])
+    store(job, Unavailable("gone"))
     assert job.pause(Deadline(0)) is None
     assert isinstance(job.done()[0], Unavailable)
 
@@ -289,10 +295,28 @@ def test_what_does_not_pass_ends_at_once(error: KvError) -> None:
 
 def test_a_failed_publish_leaves_what_failed_before() -> None:
     job = PutJob(["a", "b"], [3, 3], LostNames(), if_absent=False)
-    job.stored([NoSpace("full"), sealed(1)])
+    store(job, NoSpace("full"), sealed(1))
     job.failed(Timeout("slow"))
     assert [type(r) for r in job.done()] == [NoSpace, Timeout]
     assert job.publications() == []
+
+
+def test_a_failed_publish_leaves_its_blocks_to_be_given_up() -> None:
+    job = PutJob(["a", "b", "empty"], [3, 3, 0], LostNames(), if_absent=False)
+    store(job, sealed(1), sealed(2))
+    job.failed(Timeout("slow", fault="master"))
+    assert job.unpublished() == [sealed(1), sealed(2)]
+    assert job.pause(Deadline(5)) is not None
+    store(job, sealed(3), sealed(4))
+    job.published([PublishResult([file(3)], [True]), Stale("fence"), PublishResult([EMPTY], [True])])
+    assert job.unpublished() == [sealed(4)], "what was published is the master's, what was told of before is told of"
+    assert job.unpublished() == []
+
+
+def test_a_round_that_is_cut_off_gives_up_what_it_stored() -> None:
+    job = PutJob(["a", "b"], [3, 3], LostNames(), if_absent=False)
+    job.stored(1, sealed(2))
+    assert job.unpublished() == [sealed(2)]
 
 
 def test_if_absent_moves_no_bytes_for_what_is_there() -> None:
@@ -300,7 +324,7 @@ def test_if_absent_moves_no_bytes_for_what_is_there() -> None:
     assert job.pending() == ["there", "dir", "none"]
     job.looked_up([file(1), DIRECTORY, NotFound("no_name")])
     assert job.to_store() == [2]
-    job.stored([sealed(2)])
+    store(job, sealed(2))
     assert [p.mode for p in job.publications()] == [PublishMode.IF_ABSENT]
     job.published([PublishResult([file(2)], [True])])
     done = job.done()
@@ -312,7 +336,7 @@ def test_what_is_too_large_is_not_even_stored() -> None:
     job = PutJob(["a", "b"], [10, 11], LostNames(), if_absent=False)
     job.refuse_larger(10)
     assert job.to_store() == [0]
-    job.stored([sealed(1)])
+    store(job, sealed(1))
     assert isinstance(job.done()[1], TooLarge)
 
 

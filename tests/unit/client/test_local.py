@@ -9,7 +9,7 @@ import resource
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -302,26 +302,48 @@ async def test_an_answer_with_another_number_of_fds_is_refused(path: Path, block
         worker.close()
 
 
+@contextmanager
+def free_fds(count: int, fd: int) -> Iterator[None]:
+    """So many descriptors are left to this process; the others are duplicates of `fd`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(number) for number in os.listdir("/proc/self/fd"))
+    filler = [os.dup(fd) for _ in range(highest + 1 - len(os.listdir("/proc/self/fd")) + 3)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(filler) + 1 + count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in filler:
+            os.close(number)
+
+
 async def test_a_process_without_free_fds_is_told_so(path: Path, block: int) -> None:
     """The kernel then delivers the message without (all of) its fds and sets MSG_CTRUNC."""
     with FakeSocket(path, give(block)) as fake:
         worker = AsyncLocalWorker(str(path), 1)
         await worker.connect()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
-        filler = [os.dup(block) for _ in range(highest + 1 - len(os.listdir("/proc/self/fd")) + 3)]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(filler) + 2, hard))
-        try:
-            with pytest.raises(Overloaded, match="RLIMIT_NOFILE"):
-                await worker.open([(ADDRESS, ())] * 8)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            for fd in filler:
-                os.close(fd)
+        with free_fds(1, block), pytest.raises(Overloaded, match="RLIMIT_NOFILE"):
+            await worker.open([(ADDRESS, ())] * 8)
         for fd in ints(await worker.open([(ADDRESS, ())])):
             os.close(fd)
         assert sum(isinstance(request, sp.Hello) for request in fake.seen) == 1
         worker.close()
+
+
+async def test_nor_can_it_connect_and_that_is_not_the_workers_fault(path: Path, block: int) -> None:
+    with FakeSocket(path, give(block)):
+        worker, threads = AsyncLocalWorker(str(path), 1), LocalWorker(str(path), 1)
+        with free_fds(0, block):
+            with pytest.raises(Overloaded, match="RLIMIT_NOFILE"):
+                await worker.open([(ADDRESS, ())])
+            with pytest.raises(Overloaded, match="RLIMIT_NOFILE"):
+                threads.open([(ADDRESS, ())])
+        assert worker.breaker.closed
+        assert threads.breaker.closed
+        for fd in (*ints(await worker.open([(ADDRESS, ())])), *ints(threads.open([(ADDRESS, ())]))):
+            os.close(fd)
+        worker.close()
+        threads.close()
 
 
 async def test_many_blocks_are_asked_for_in_messages_that_fit(path: Path, block: int) -> None:

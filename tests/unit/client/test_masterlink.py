@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from kvstore.client.breaker import NotAsked
 from kvstore.client.masterlink import AsyncMasterLink, MasterLink
 from kvstore.core.errors import KvError, Timeout, Unavailable
 from kvstore.core.limits import METADATA_TIMEOUT_S
 from kvstore.pb import master_pb2 as m
 from kvstore.rpc import methods
+from kvstore.rpc.breaker import NotAsked
 from kvstore.rpc.failover import AsyncFailover, Failover
 
 MASTER = "m:1"

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.client import url
-from kvstore.client.breaker import blames
 from kvstore.client.cache import MetadataCache
 from kvstore.client.cluster import candidates, in_order, pick
 from kvstore.client.deadline import Deadline, seconds
@@ -21,6 +20,7 @@ from kvstore.core.errors import Corrupt, Denied, InvalidRequest, KvError, NoSpac
 from kvstore.core.limits import MAX_TIMEOUT_S
 from kvstore.core.told import VolumeState, WorkerCounters
 from kvstore.core.types import Entry, Replica
+from kvstore.rpc.breaker import blames
 
 
 class Clock:

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pytest
 
-from kvstore.client.breaker import NotAsked
 from kvstore.client.cluster import AsyncCluster, Cluster
 from kvstore.client.messages import ClusterMap, Node
 from kvstore.client.meta import AsyncMeta, Meta
@@ -34,6 +33,7 @@ from kvstore.core.limits import METADATA_TIMEOUT_S
 from kvstore.core.told import WorkerCounters
 from kvstore.core.types import Address, BlockId, Replica
 from kvstore.pb import worker_pb2 as w
+from kvstore.rpc.breaker import NotAsked
 from kvstore.rpc.entries import address_from_pb, address_to_pb
 from kvstore.rpc.metadata import Caller
 from kvstore.rpc.server import Server
@@ -104,6 +104,12 @@ class World:
         frames = [data[i : i + (1 << 20)] for i in range(0, len(data), 1 << 20)]
         stored = await self._call(self.remote.store, len(data), hash_block(data), lambda: frames, timeout_s=timeout_s)
         return cast("SealedBlock", stored)
+
+    async def give_up(self, blocks: list[SealedBlock]) -> None:
+        if self._in_loop:
+            self.remote.give_up(blocks)
+        else:
+            await asyncio.to_thread(self.remote.give_up, blocks)
 
     async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._in_loop:
@@ -198,11 +204,32 @@ async def test_a_refusal_for_the_caller_is_not_shopped_around(world: World) -> N
 
 async def test_a_block_goes_to_a_worker(world: World) -> None:
     fake = good()
-    await world.add(fake)
+    endpoint = await world.add(fake)
     world.start()
-    assert await world.store() == SealedBlock(Address(BlockId(7, 7), len(DATA), hash_block(DATA)), 3)
+    assert await world.store() == SealedBlock(Address(BlockId(7, 7), len(DATA), hash_block(DATA)), 3, endpoint)
     (request,) = fake.writes
     assert (request.session, request.length_bytes, request.hash) == (5, len(DATA), hash_block(DATA))
+
+
+async def test_blocks_are_given_up_where_they_lie_whoever_else_is_gone(world: World) -> None:
+    dead, fakes = world.add_dead(), [good(), good()]
+    endpoints = [await world.add(fake) for fake in fakes]
+    world.start()
+    blocks = [SealedBlock(ADDRESS._replace(hash=i), 3, e) for i, e in enumerate([dead, *endpoints, endpoints[1]])]
+    await world.give_up(blocks)
+    await until(lambda: all(fake.given_up for fake in fakes))
+    (first,), (second,) = (fake.given_up for fake in fakes)
+    assert (first.session, [a.hash for a in first.addresses]) == (5, [1])
+    assert (second.session, [a.hash for a in second.addresses]) == (5, [2, 3])
+
+
+async def test_what_is_told_in_the_background_ends_with_the_client() -> None:
+    async with AsyncExitStack() as stack:
+        world = World(stack, in_loop=True)
+        world.start()
+        world.remote.give_up([SealedBlock(ADDRESS, 3, "127.0.0.1:1")])
+        await world.remote.close()
+        assert not world.remote._giving_up
 
 
 OWN_FAULTS = [

@@ -1,4 +1,4 @@
-"""A publish is asked once more of a master that was only slow; of one that is away nobody asks again, and nobody waits."""
+"""A publish is asked once more of a master that was only slow; of one that is away nobody asks again, nor waits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.client.messages import Publication, PublishMode, PublishName, PublishResult
 from kvstore.client.meta import AsyncMeta
-from kvstore.core.errors import KvError, Timeout, Unavailable
+from kvstore.core.errors import KvError, Stale, Timeout, Unavailable
 from kvstore.core.types import Entry
 from kvstore.fuse.circuit import LIFE_SIGN_S, PING_TIMEOUT_S, Master
 from tests.support.worker_kit import until
@@ -88,7 +88,7 @@ class Stopped:
             raise Timeout("no answer in time", fault="m:1")
         try:
             async with asyncio.timeout(timeout_s):
-                while name not in self.answered:
+                while name not in self.answered:  # noqa: ASYNC110 - it changes its mind
                     await asyncio.sleep(0.005)
         except TimeoutError:
             raise Timeout("no answer in time", fault="m:1") from None
@@ -144,4 +144,52 @@ async def test_a_master_that_answers_others_is_slow_and_not_away() -> None:
     assert not master.is_away, "the others go on"
     await until(lambda: "" in meta.asked)
     await until(lambda: master.is_away, PING_TIMEOUT_S + 5.0)  # the ping was not answered either
+    await master.close()
+
+
+class Moved:
+    """A master at which the directory of the mount, `OLD`, has become `now`; `made`: paths that were asked for."""
+
+    OLD = 7
+
+    def __init__(self) -> None:
+        self.now = 8
+        self.bases: list[int] = []
+        self.made: list[str] = []
+
+    async def lookup(self, paths: Sequence[str], *, base: int, timeout_s: float) -> list[Entry | KvError]:
+        self.bases.append(base)
+        await asyncio.sleep(0)
+        return [Stale("gone") if base == self.OLD else ENTRY._replace(inode=base)]
+
+    async def mkdir(self, paths: Sequence[str], *, base: int, parents: bool, timeout_s: float) -> list[Entry]:
+        assert (base, parents) == (0, True)
+        self.made += paths
+        await asyncio.sleep(0)
+        return [ENTRY._replace(inode=self.now)]
+
+
+async def test_the_directory_of_the_mount_is_followed_to_where_its_path_leads() -> None:
+    meta = Moved()
+    master = Master(cast("AsyncMeta", meta))
+    master.shows(meta.OLD, "a/b")
+    found = await asyncio.gather(*(master.lookup(meta.OLD) for _ in range(3)))
+    assert {entry.inode for entry in found} == {meta.OLD}, "the mount goes on calling it so"
+    assert await master.lookup(meta.OLD) == found[0]
+    assert meta.bases[-1] == meta.now
+    assert set(meta.made) == {"a/b"}
+    await master.close()
+
+
+async def test_what_is_stale_in_a_directory_that_is_still_there_stays_stale() -> None:
+    meta = Moved()
+    meta.now = meta.OLD
+    master = Master(cast("AsyncMeta", meta))
+    master.shows(meta.OLD, "a/b")
+    with pytest.raises(Stale):
+        await master.lookup(meta.OLD)
+    master.shows(meta.OLD, "")  # the root of the store never moves
+    with pytest.raises(Stale):
+        await master.lookup(meta.OLD)
+    assert meta.made == ["a/b"]
     await master.close()

@@ -14,6 +14,7 @@ from kvstore.client.sockets import SealedBlock
 from kvstore.client.staging import Staging
 from kvstore.core.errors import KvError, NoSpace, TooLarge, Unavailable
 from kvstore.core.limits import KIB, MIB
+from kvstore.core.types import Address, BlockId
 from kvstore.filecut import cut, is_cut
 from kvstore.fuse.backing import Backing
 from kvstore.fuse.localfile import LocalFile
@@ -101,6 +102,46 @@ async def test_what_is_empty_is_not_truncated(tmp_path: Path, runtime: Time, mon
     assert truncated == [3]
     await area.drop(file)
     await area.spares.close()
+
+
+class SealingVolume(SmallVolume):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, 64 * MIB)
+        self.sealed: list[SealedBlock] = []
+
+    async def seal(self, staging: Staging, size_bytes: int, **claim: int) -> SealedBlock:
+        staging.close()
+        self.sealed.append(SealedBlock(Address(BlockId(1, len(self.sealed)), size_bytes, 7), 5))
+        return self.sealed[-1]
+
+
+async def test_blocks_that_could_not_be_published_are_given_up(tmp_path: Path, runtime: Time) -> None:
+    """With the next seal, or when the file goes. Until then it may be published after all (rule 28)."""
+    volume = SealingVolume(tmp_path / "f")
+    area, file = area_on(volume, runtime), new_file()
+    await area.write(file, 0, b"first")
+    await area.seal(file)
+    assert await area.seal(file) is volume.sealed[0], "a flush that is tried again publishes the same block"
+    await area.write(file, 0, b"other")
+    assert volume.given_up == []
+    await area.seal(file)
+    assert volume.given_up == volume.sealed[:1]
+    await area.drop(file)
+    assert volume.given_up == volume.sealed
+    assert len(volume.sealed) == 2
+
+
+async def test_a_published_block_is_not_given_up(tmp_path: Path, runtime: Time) -> None:
+    volume = SealingVolume(tmp_path / "f")
+    area, file = area_on(volume, runtime), new_file()
+    await area.write(file, 0, b"first")
+    await area.seal(file)
+    file.published_changes = file.changes
+    await area.write(file, 0, b"other")
+    await area.seal(file)
+    file.published_changes = file.changes
+    await area.drop(file)
+    assert volume.given_up == []
 
 
 class CuttingVolume(SmallVolume):

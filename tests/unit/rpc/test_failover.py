@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 
 from kvstore.core.errors import Timeout, Unavailable
-from kvstore.core.limits import EVIDENCE_S
+from kvstore.core.limits import METADATA_TIMEOUT_S
 from kvstore.pb import master_pb2, master_pb2_grpc
 from kvstore.rpc import methods, server
 from kvstore.rpc.failover import AsyncFailover, Failover
@@ -113,7 +113,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
 async def test_after_a_whole_timeout_the_next_call_goes_to_the_next_address(world: World) -> None:
     world.first.stopped = True
     with pytest.raises(Timeout):
-        await world.lookup(EVIDENCE_S)
+        await world.lookup(METADATA_TIMEOUT_S)
     assert world.calls == (2, 0)
     await world.lookup(10.0)
     await world.lookup(10.0)
@@ -123,7 +123,7 @@ async def test_after_a_whole_timeout_the_next_call_goes_to_the_next_address(worl
 async def test_a_mutation_that_timed_out_is_not_repeated_there(world: World) -> None:
     world.first.stopped = True
     with pytest.raises(Timeout):
-        await world.mkdir(EVIDENCE_S)
+        await world.mkdir(METADATA_TIMEOUT_S)
     assert world.calls == (2, 0)
     await world.mkdir(10.0)
     assert world.calls == (2, 1)
@@ -151,10 +151,10 @@ async def test_the_impatience_of_a_caller_proves_nothing(world: World) -> None:
 async def test_a_silent_listing_proves_something_and_a_slow_one_does_not(world: World) -> None:
     world.first.stopped, world.first.pages = True, 2
     with pytest.raises(Timeout):
-        await world.list(EVIDENCE_S)
+        await world.list(METADATA_TIMEOUT_S)
     world.first.pages = 0
     with pytest.raises(Timeout):
-        await world.list(EVIDENCE_S)
+        await world.list(METADATA_TIMEOUT_S)
     assert world.calls == (3, 0), "the first one had brought something"
     await world.list(10.0)
     assert world.calls == (3, 1)

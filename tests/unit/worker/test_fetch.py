@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,17 @@ from kvstore.pb import worker_pb2 as w
 from kvstore.rpc.entries import address_from_pb, address_to_pb
 from kvstore.rpc.link import AsyncLink, Link
 from kvstore.rpc.metadata import Caller
-from kvstore.rpc.methods import WORKER_STAT
+from kvstore.rpc.methods import WORKER_GIVE_UP, WORKER_STAT
 from kvstore.worker.block import Block
 from kvstore.worker.fetch import _verdict
+from kvstore.worker.peers import FORSAKEN_S
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
+from tests.support.proxy import Proxy
 from tests.support.worker_kit import MIB
 
+LATE_S = 0.5
+"""A busy machine's, on top."""
 DEAD = Replica(1, "ssd", "dead", kit.NOBODY)
 
 
@@ -102,7 +107,7 @@ async def test_a_dead_peer_costs_the_next_reader_nothing(reader: Worker) -> None
     with pytest.raises(Unavailable) as caught:
         await open_bytes(reader, first, DEAD)
     assert caught.value.fault == DEAD.endpoint
-    with pytest.raises(Unavailable, match="failed a moment ago"):
+    with pytest.raises(Unavailable, match="did not answer a moment ago"):
         await open_bytes(reader, second, DEAD)
 
 
@@ -336,7 +341,84 @@ async def test_a_caller_of_another_cluster_is_refused(owner: Worker) -> None:
     await link.close()
 
 
+async def test_a_block_that_came_over_the_network_can_be_given_up_by_its_session(
+    owner: Worker, link: AsyncLink
+) -> None:
+    request = w.WriteRequest(session=7, length_bytes=4, hash=hash_block(b"data"))
+    written = await link.write_frames(request, [b"data"], 5)
+    block = owner.store.get(address_from_pb(written.address).block)
+    assert block is not None
+    given_up: list[bool] = []
+    for session in (8, 7):
+        await link.call(WORKER_GIVE_UP, w.GiveUpRequest(session=session, addresses=[written.address]), 5)
+        given_up.append(block.given_up)
+    assert given_up == [False, True], "only by its own"
+    with pytest.raises(InvalidRequest, match="too many"):
+        await link.call(WORKER_GIVE_UP, w.GiveUpRequest(session=7, addresses=[written.address] * 5000), 5)
+
+
 async def test_stat_tells_what_there_is(owner: Worker, link: AsyncLink) -> None:
     await kit.put(owner, b"data", owned=False)
     stat = await link.call(WORKER_STAT, w.WorkerStatRequest(), 5)
     assert (stat.node, stat.blocks, stat.unpublished_blocks, stat.volumes[0].used_bytes) == ("owner", 1, 1, 4096)
+
+
+async def test_a_silent_peer_is_not_waited_for_again_and_used_when_it_is_back(owner: Worker, reader: Worker) -> None:
+    """Connected, but nothing comes through: one fetch waits, and a probe in the background finds it again."""
+    first, second = [(await kit.put(owner, os.urandom(1000))).address for _ in range(2)]
+    with Proxy(owner.endpoint) as proxy:
+        through = Replica(1, "ssd", "peer", proxy.endpoint)
+        proxy.cut()
+        with pytest.raises((Timeout, Unavailable), match=r"silent|no answer in time"):
+            await open_bytes(reader, first, through)
+        begin = time.monotonic()
+        for _ in range(20):
+            with pytest.raises(Unavailable, match="a moment ago"):
+                await open_bytes(reader, second, through)
+        assert time.monotonic() - begin < 20 * 0.01 + LATE_S
+        assert len(await open_bytes(reader, first, through, at(owner))) == 1000, "another replica serves meanwhile"
+        proxy.mend()
+        await kit.until(lambda: reader.peers.get(proxy.endpoint).breaker.closed)
+        assert len(await open_bytes(reader, second, through)) == 1000
+
+
+async def test_a_reader_is_never_the_one_who_tries_a_silent_peer(owner: Worker, reader: Worker) -> None:
+    """However long it is silent: what is asked of it meanwhile are probes, one at a time."""
+    address = (await kit.put(owner, b"data")).address
+    with Proxy(owner.endpoint) as proxy:
+        through = Replica(1, "ssd", "peer", proxy.endpoint)
+        proxy.cut()
+        with pytest.raises((Timeout, Unavailable)):
+            await open_bytes(reader, address, through)
+        end = time.monotonic() + 2.5
+        while time.monotonic() < end:
+            begin = time.monotonic()
+            with pytest.raises(Unavailable, match="a moment ago"):
+                await open_bytes(reader, address, through)
+            assert time.monotonic() - begin < LATE_S
+            await asyncio.sleep(0.05)
+
+
+async def test_a_full_disk_here_says_nothing_of_the_peer(
+    owner: Worker, reader: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.worker.fetch.SCRATCH_BYTES", 0)
+    reader.store.volumes[0].books.capacity = 0
+    address = (await kit.put(owner, b"data")).address
+    with pytest.raises(Overloaded, match="no room to keep it"):
+        await open_bytes(reader, address, at(owner))
+    assert reader.peers.get(owner.endpoint).breaker.closed
+
+
+async def test_silent_peers_that_nobody_asks_for_are_probed_no_more(owner: Worker, reader: Worker) -> None:
+    address, now_s = (await kit.put(owner, b"data")).address, time.monotonic()
+    reader.peers._now_s = lambda: now_s
+    with pytest.raises(Unavailable):
+        await open_bytes(reader, address, DEAD)
+    now_s += FORSAKEN_S / 2
+    alive = reader.peers.get(owner.endpoint)
+    assert list(reader.peers._peers) == [DEAD.endpoint, owner.endpoint]
+    now_s += FORSAKEN_S
+    reader.peers.get("127.0.0.1:9")
+    assert list(reader.peers._peers) == [owner.endpoint, "127.0.0.1:9"], "one that answers is kept"
+    assert reader.peers.get(owner.endpoint) is alive

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from kvstore.core.errors import Corrupt
 from kvstore.core.types import Address, BlockId
 from kvstore.pb import master_pb2 as m
 from kvstore.worker import names as worker_names
@@ -38,13 +39,17 @@ async def master() -> AsyncIterator[FakeMaster]:
 
 
 class FullDisk(Disk):
-    """Attributes cannot be written, for the reason `broken`."""
+    """Attributes cannot be written, for the reason `broken`; `meddler`: somebody writes to the file meanwhile."""
 
     broken = 0
+    meddler = False
 
     def set_attribute(self, path: str, name: str, value: bytes) -> None:
         if self.broken:
             raise OSError(self.broken, os.strerror(self.broken), path)
+        if self.meddler:
+            with open(path, "r+b") as file:
+                file.write(b"X")
         super().set_attribute(path, name, value)
 
 
@@ -128,6 +133,19 @@ async def test_a_note_does_not_make_a_block_be_hashed_again(worker: Worker, mast
     await kit.until(lambda: block.noted)
     assert before is not None
     assert block.stamp == Disk().stat(block.path).stamp != before
+
+
+@pytest.mark.allow_errors("is corrupt")
+async def test_what_was_written_beside_the_note_is_hashed_again(
+    worker: Worker, master: FakeMaster, disk: FullDisk
+) -> None:
+    disk.meddler = True
+    block = await put(worker, master, "a", b"data" * 1000)
+    before = block.stamp
+    await kit.until(lambda: block.noted)
+    assert block.stamp == before != Disk().stat(block.path).stamp
+    with pytest.raises(Corrupt):
+        await kit.get(worker, block.address)
 
 
 async def test_a_block_that_nobody_owns_has_no_name(worker: Worker, master: FakeMaster) -> None:

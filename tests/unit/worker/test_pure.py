@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.core.breaker import FIRST_PAUSE_S, MAX_PAUSE_S, Breaker
 from kvstore.core.errors import InvalidRequest, Unsupported
 from kvstore.core.types import BlockId
 from kvstore.worker import identity
@@ -102,23 +101,6 @@ def test_sessions_that_are_over_take_no_memory() -> None:
     sessions.forget_over(30)
     assert len(sessions._known) == 1
     assert len(sessions) == 1
-
-
-def test_breaker_lets_one_trial_through_and_pauses_longer_each_time() -> None:
-    breaker = Breaker()
-    assert breaker.allows(0)
-    breaker.failed(0)
-    assert not breaker.allows(FIRST_PAUSE_S / 2)
-    assert breaker.allows(FIRST_PAUSE_S)
-    assert not breaker.allows(FIRST_PAUSE_S), "one trial at a time"
-    breaker.failed(FIRST_PAUSE_S)
-    assert not breaker.allows(2 * FIRST_PAUSE_S)
-    for _ in range(20):
-        breaker.failed(0)
-    assert breaker.allows(MAX_PAUSE_S)
-    breaker.succeeded()
-    assert breaker.is_closed
-    assert breaker.allows(0)
 
 
 def test_books_give_no_more_than_the_disk_has_above_the_floor() -> None:

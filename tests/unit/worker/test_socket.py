@@ -16,6 +16,7 @@ from kvstore.client.local import AsyncLocalWorker
 from kvstore.core import sockproto as sp
 from kvstore.core.errors import Denied, InvalidRequest, KvError, NotFound, TooLarge, Unsupported
 from kvstore.core.limits import MAX_BLOCK_BYTES, MAX_SOCKET_MESSAGE_BYTES
+from kvstore.core.types import BlockId
 from kvstore.worker.fdsocket import MAX_OUTSTANDING
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
@@ -289,6 +290,23 @@ async def test_an_abort_after_the_seal_gives_the_block_up_unless_it_is_published
     assert [b.given_up for b in worker.store.unowned.values()] == [True]
     assert not block.given_up
     client.close()
+
+
+async def test_a_session_gives_up_its_own_blocks_unless_they_are_published(worker: Worker) -> None:
+    client, other = (AsyncLocalWorker(worker.settings.socket, session=s) for s in (5, 6))
+    unwanted, published = [await client.seal(await written(client, data), 3) for data in (b"one", b"two")]
+    strange = await other.seal(await written(other, b"six"), 3)
+    blocks = [worker.store.get(sealed.address.block) for sealed in (unwanted, published, strange)]
+    assert blocks[1] is not None
+    worker.store.own(blocks[1])
+    unknown = strange.address._replace(block=BlockId(1, 1))
+    stale = unwanted.address._replace(hash=0)
+    await client.give_up([stale, unknown])
+    assert [block.given_up for block in blocks if block] == [False, False, False]
+    await client.give_up([unwanted.address, published.address, strange.address])
+    assert [block.given_up for block in blocks if block] == [True, False, False]
+    client.close()
+    other.close()
 
 
 async def test_an_abort_during_the_seal_comes_after_it(worker: Worker) -> None:

@@ -11,11 +11,13 @@ import signal
 import socket
 import threading
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from kvstore.core.errors import Corrupt, NotFound, Unavailable
+from kvstore.worker import lease
 from kvstore.worker.disk import Disk, NotAFile, disk_error
 from kvstore.worker.held import unlink_watched
 from kvstore.worker.identity import Identity
@@ -23,6 +25,7 @@ from kvstore.worker.settings import VolumeSettings
 from kvstore.worker.volume import Volume, open_volume
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
+from tests.support.child import in_child
 from tests.support.worker_kit import MIB
 
 
@@ -327,6 +330,30 @@ def test_a_file_that_is_being_probed_is_waited_for(tmp_path: Path) -> None:
     assert os.pread(opened[0], 4, 0) == b"data"
     os.close(opened[0])
     os.close(leased)
+
+
+def probe_beside_opens(path: Path) -> None:
+    """Leases are taken and broken by turns, in a process that has said nothing of SIGIO, whose default is to kill."""
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    done = threading.Event()
+
+    def open_again() -> None:
+        while not done.is_set():
+            with suppress(BlockingIOError):
+                os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+
+    thread = threading.Thread(target=open_again)
+    thread.start()
+    fd = os.open(path, os.O_RDONLY)
+    found = [lease.holders(fd) for _ in range(20_000)]
+    done.set()
+    thread.join(10)
+    assert {lease.Holders.NONE, lease.Holders.SOME} == set(found)
+
+
+def test_an_open_while_a_file_is_probed_kills_nobody(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"data")
+    in_child(probe_beside_opens, tmp_path / "f")
 
 
 def test_an_fd_for_others_is_an_ordinary_one(tmp_path: Path) -> None:

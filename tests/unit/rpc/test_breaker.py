@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvstore.client.breaker import AsyncBreaker, Breakers, Broken, NotAsked, Silent, ThreadBreaker
 from kvstore.core.errors import KvError, NotFound, Overloaded, Timeout, Unavailable
 from kvstore.core.limits import EVIDENCE_S, METADATA_TIMEOUT_S
+from kvstore.rpc.breaker import AsyncBreaker, Breakers, Broken, NotAsked, OutOfDescriptors, Silent, ThreadBreaker
 from tests.support.cluster import wait_until
 from tests.support.worker_kit import until
 
@@ -27,7 +29,7 @@ class Peer:
 
     def __init__(self, kind: str) -> None:
         self.answer: KvError | None = LATE
-        self.asked = 0
+        self.closed_when_asked: list[bool] = []
         self.held = threading.Event()
         self.held.set()
         self.breaker: AsyncBreaker | ThreadBreaker
@@ -35,14 +37,21 @@ class Peer:
             AsyncBreaker(PEER, [PEER], self._ping) if kind == "async" else ThreadBreaker(PEER, [PEER], self.ping)
         )
 
+    @property
+    def asked(self) -> int:
+        return len(self.closed_when_asked)
+
+    def _note(self) -> None:
+        self.closed_when_asked.append(self.breaker.closed)
+
     def ping(self, timeout_s: float) -> None:
-        self.asked += 1
+        self._note()
         self.held.wait(10)
         if self.answer is not None:
             raise self.answer
 
     async def _ping(self, timeout_s: float) -> None:
-        self.asked += 1
+        self._note()
         while not self.held.is_set():  # noqa: ASYNC110 - it is for threads, too
             await asyncio.sleep(0.01)
         if self.answer is not None:
@@ -52,6 +61,15 @@ class Peer:
         with self.breaker.call(timeout_s, **options):
             if error is not None:
                 raise error
+
+    def fail_insisting(self, error: KvError) -> None:
+        with pytest.raises(type(error)):
+            self.call(error, insist=True)
+
+    def late_while_another_is_answered(self) -> None:
+        with self.breaker.call(METADATA_TIMEOUT_S):
+            self.call()
+            raise LATE
 
     def fail(self, error: KvError, timeout_s: float = METADATA_TIMEOUT_S) -> None:
         with pytest.raises(type(error)):
@@ -120,9 +138,8 @@ async def test_what_proves_nothing_is_a_suspicion_that_a_probe_clears_up(peer: P
 async def test_who_answers_others_is_slow_and_not_silent(peer: Peer) -> None:
     """A call that had all the time there is, and got no answer, while others did."""
     peer.held.clear()
-    with pytest.raises(Timeout), peer.breaker.call(METADATA_TIMEOUT_S):
-        peer.call()
-        raise LATE
+    with pytest.raises(Timeout):
+        peer.late_while_another_is_answered()
     assert peer.breaker.closed
     await until(lambda: peer.asked == 1)  # a probe decides
     peer.answer = None
@@ -135,11 +152,28 @@ async def test_what_was_heard_before_the_silence_began_saves_nobody(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peer.held.clear()
-    with pytest.raises(Timeout), peer.breaker.call(METADATA_TIMEOUT_S):
-        peer.call()
-        now_s = time.monotonic()
-        monkeypatch.setattr("kvstore.client.breaker.time.monotonic", lambda: now_s + EVIDENCE_S)
-        raise LATE
+    clock = itertools.count(0, EVIDENCE_S)  # so much goes by between two looks at it
+    monkeypatch.setattr("kvstore.rpc.breaker.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    with pytest.raises(Timeout):
+        peer.late_while_another_is_answered()
+    assert not peer.breaker.closed
+
+
+async def test_a_probe_that_was_late_is_no_proof_against_who_was_answered_meanwhile(peer: Peer) -> None:
+    peer.held.clear()
+    peer.fail(LATE, 0.05)
+    await until(lambda: peer.asked == 1)
+    peer.call()
+    peer.held.set()  # the probe ends without an answer
+    await until(lambda: peer.asked == 2)
+    assert peer.closed_when_asked == [True, True]
+
+
+async def test_our_own_want_of_descriptors_is_no_answer_to_a_probe(peer: Peer) -> None:
+    peer.answer = OutOfDescriptors("no free fd")
+    peer.fail(REFUSED)
+    await until(lambda: peer.asked >= 2)
+    peer.fail_insisting(OutOfDescriptors("no free fd"))
     assert not peer.breaker.closed
 
 

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from kvstore.core.errors import KvError, Timeout, Unavailable
+from kvstore.core.errors import KvError, Overloaded, Timeout, Unavailable
 from kvstore.core.limits import EVIDENCE_S, PROBE_PAUSE_S, PROBE_TIMEOUT_S
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,10 @@ class Broken(Unavailable):
 
 class Silent(Timeout):
     """It did not even answer when it was asked whether it lives, however little time the call had."""
+
+
+class OutOfDescriptors(Overloaded):
+    """This process has no free one: nobody was called, and it says nothing of whoever was meant."""
 
 
 def blames(error: BaseException, endpoint: str) -> bool:
@@ -94,7 +98,7 @@ class _Breaker:
 
     def _judge(self, error: KvError, timeout_s: float, began_s: float) -> None:
         if not self._is_silence(error):
-            if not isinstance(error, Timeout):
+            if not isinstance(error, Timeout | OutOfDescriptors):
                 self._answered()
         elif self._is_proof(error, timeout_s, began_s):
             self._fell_silent(error.message)
@@ -141,13 +145,16 @@ class _Breaker:
         """Begin to probe, until it is answered."""
         raise NotImplementedError
 
-    def _judge_probe(self, error: BaseException | None) -> bool:
-        """Whether it was an answer: any but silence is. Our own troubles (no free fd) are neither."""
+    def _judge_probe(self, error: BaseException | None, began_s: float) -> bool:
+        """Whether it was an answer: any but silence is. Our own troubles (no free fd) are neither, and whoever answered
+        another call since it began is slow.
+        """
         refused = isinstance(error, Unavailable) and self._is_silence(error)  # else it is the server's own word
         if refused or isinstance(error, Timeout | TimeoutError):
-            self._fell_silent(str(error))
+            if refused or self._heard_s < began_s:
+                self._fell_silent(str(error))
             return False
-        if error is not None and not isinstance(error, KvError):
+        if error is not None and (isinstance(error, OutOfDescriptors) or not isinstance(error, KvError)):
             log.warning("asking whether %s answers: %r", self._name, error)
             return False
         self._answered(probe=True)
@@ -190,9 +197,11 @@ class AsyncBreaker(_Breaker):
         self._task = asyncio.get_running_loop().create_task(self._probe())
 
     async def _probe(self) -> None:
-        pauses = _pauses()
-        while not self._judge_probe(await self._failure()):  # noqa: ASYNC110 - this is what finds out
-            await asyncio.sleep(next(pauses))
+        for pause_s in _pauses():
+            began_s = time.monotonic()
+            if self._judge_probe(await self._failure(), began_s):
+                return
+            await asyncio.sleep(pause_s)
 
     async def _failure(self) -> Exception | None:
         try:
@@ -225,9 +234,11 @@ class ThreadBreaker(_Breaker):
         threading.Thread(target=self._probe, name="kvstore-probe", daemon=True).start()
 
     def _probe(self) -> None:
-        closing, pauses = self._closing, _pauses()
-        while not closing.is_set() and not self._judge_probe(self._failure()):
-            closing.wait(next(pauses))
+        closing = self._closing
+        for pause_s in _pauses():
+            began_s = time.monotonic()
+            if closing.is_set() or self._judge_probe(self._failure(), began_s) or closing.wait(pause_s):
+                return
 
     def _failure(self) -> Exception | None:
         try:
