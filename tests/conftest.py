@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Final
 
 import pytest
@@ -21,6 +21,14 @@ runs without it (`cluster.clean_environment`).
 def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: children would ignore Ctrl-C
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Names of files that are no UTF-8 stand in what is logged: xdist cannot send them, and the worker process ends."""
+    report = yield
+    report.sections = [(title, text.encode(errors="backslashreplace").decode()) for title, text in report.sections]
+    return report
 
 
 class ErrorLog(logging.Handler):

@@ -173,9 +173,7 @@ class Rebuild:
             f"{self._tally.total():,} blocks, {self._tally[Outcome.NAMED]:,} names"
         )
         expected = self.wanted.workers
-        # Of those expected nobody is done without who fell silent before it had told all.
-        here = told if self.wanted.kind is Kind.REBUILD else len(self._workers)
-        all_here = here >= expected if expected else now_s >= self._newest_s + self.wanted.wait_s
+        all_here = len(self._workers) >= expected if expected else now_s >= self._newest_s + self.wanted.wait_s
         if self._workers and all_here and not waiting:
             self.step = Step.SETTLE
         elif now_s >= self._said_s + PROGRESS_EVERY_S:

@@ -7,7 +7,7 @@ import os
 from functools import partial
 from typing import NamedTuple
 
-from kvstore.core.errors import InvalidRequest, NoSpace, TooLarge
+from kvstore.core.errors import InvalidRequest, NoSpace, NotFound, TooLarge
 from kvstore.core.limits import LEASE_WAIT_S
 from kvstore.core.types import Address, BlockId
 from kvstore.filecut import is_cut
@@ -84,24 +84,30 @@ class Sealer:
         """A private file that holds a copy of a block of this worker takes its place.
 
         Returns the path and the volume of the file that is of no use any more: where the block was, or the copy itself
-        when the block went meanwhile. Raises like `seal`.
+        when the block went in the last moment. Raises NotFound when it went before, and like `seal`.
         """
         staged.busy = True
         return await self._background.run(self._move_in(block, staged, state))
 
     async def _move_in(self, block: Block, staged: Staged, state: FileState) -> tuple[str, Volume]:
         path = staged.volume.block_path(block.address)
+        if self._is_over(block):  # another replica of it may have come and lie there by now
+            staged.busy = False
+            raise NotFound(f"{block.address}: it went while it was copied")
         try:
             stamp = await self._renamed(staged, path, state)
         except OSError as error:
             staged.busy = False
             raise self._store.explain(staged.volume, error, "renaming a copy to its address") from None
         self._staging.became_block(staged, block.address.length_bytes)
-        if block.leaving or self._store.get(block.id) is not block or not staged.volume.in_service:
+        if self._is_over(block) or not staged.volume.in_service:
             return path, staged.volume
         left = block.path, block.volume
         self._store.move(block, staged.volume, stamp)
         return left
+
+    def _is_over(self, block: Block) -> bool:
+        return block.leaving or self._store.get(block.id) is not block
 
     async def _claimed(self, staged: Staged, claim: Claim | None, *, keep: bool) -> Block:
         try:

@@ -15,6 +15,8 @@ from tests.faults.cluster import Cluster, Operation
 from tests.sim.workload import OP_TIMEOUT_S
 
 LARGE: Final = 48_000
+SILENCE_S: Final = 8.0
+"""A worker whose message was lost is back by then: a rebuild waits for it."""
 
 
 def content(number: int, length_bytes: int = 5000) -> bytes:
@@ -181,13 +183,13 @@ async def _lose_database(cluster: Cluster) -> None:
     host.log.batches.clear()
     host.log.synced, host.log.durable = 0, MemoryDb()
     host.log.forget()
-    host.wanted_rebuild = Wanted(Kind.REBUILD, len(cluster.workers))
+    host.wanted_rebuild = Wanted(Kind.REBUILD, wait_s=SILENCE_S)
 
 
 async def _rebuild(cluster: Cluster) -> None:
     host = cluster.master
     host.start()
-    await cluster.until(lambda: host.master and host.master.rebuild is None)
+    await cluster.until(lambda: host.master and host.master.rebuild is None, SILENCE_S + 10)
     host.wanted_rebuild = None
 
 

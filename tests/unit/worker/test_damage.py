@@ -30,6 +30,7 @@ from kvstore.worker.settings import VolumeSettings, Watermarks
 from kvstore.worker.worker import Worker
 from tests.support import fake_master
 from tests.support import worker_kit as kit
+from tests.support.accounting import stop_moves
 from tests.support.fake_master import FakeMaster
 from tests.support.worker_kit import MIB
 
@@ -309,6 +310,7 @@ async def test_memory_that_rots_is_seen_where_bytes_leave_the_node(
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_another_replica_takes_its_place(world: World, kind: str) -> None:
+    await stop_moves(world.worker)  # what is being copied elsewhere may be whole
     peer = await world.another("b")
     await peer.opener.open(world.block.address, [world.here], 20.0)
     KINDS[kind](world.block.path, world.other.path)
