@@ -15,7 +15,7 @@ import msgspec
 from kvstore.core import paths
 from kvstore.core.errors import InvalidRequest, NotDirectory, NotEmpty, NotFound, Overloaded, Stale
 from kvstore.core.types import ROOT_INODE, Entry, Replica
-from kvstore.master import blocks, policies
+from kvstore.master import blocks, journal, policies
 from kvstore.master.change import Change
 from kvstore.master.db import Cf, Pair, Reader
 from kvstore.master.records import (
@@ -204,7 +204,9 @@ def make_empty(change: Change, live: Live, directory: int) -> None:
     check_nothing_visible(tree, directory)
     found = tree.children(directory, "", HIDDEN_STEP)
     for key, value in found:
-        erase(change, Place(directory, key[8:].decode()), NAME.load(value))
+        place, row = Place(directory, key[8:].decode()), NAME.load(value)
+        erase(change, place, row)
+        journal.append(change, "remove", *place, row.inode, row)
     if len(found) == HIDDEN_STEP:
         raise Overloaded("the directory holds very many entries without a live replica; try again to remove the rest")
 

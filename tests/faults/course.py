@@ -17,7 +17,7 @@ from tests.faults.cluster import Cluster, Operation
 from tests.faults.operations import NEW
 from tests.sim.faults import Violation
 from tests.sim.loop import SimLoop, Stuck
-from tests.sim.run import _bury, _surroundings
+from tests.sim.run import _bury, _surroundings, freeze
 from tests.sim.trace import Trace
 from tests.support.nth import Fault, Trigger, seams
 
@@ -37,9 +37,12 @@ class Case(NamedTuple):
 
 def fail_each(operation: Operation, fault: Fault) -> int:
     """Returns how many calls there are. Raises AssertionError with the first case in which something did not hold."""
+    with _frozen():
+        return _fail_each(operation, fault)
+
+
+def _fail_each(operation: Operation, fault: Fault) -> int:
     at = 1
-    gc.collect()
-    gc.freeze()  # each simulation collects twice
     while True:
         case = run_case(operation, fault, at)
         if case.error:
@@ -98,6 +101,15 @@ async def _again(cluster: Cluster) -> None:
     if not await cluster.attempt():
         raise Violation("the same operation fails once more")
     await cluster.check_all(cluster.operation.after)
+
+
+@contextlib.contextmanager
+def _frozen() -> Iterator[None]:
+    freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()  # Hypothesis asks who refers to its objects
 
 
 @contextlib.contextmanager

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Final
 
 from tests.sim.nemesis import Nemesis
 from tests.sim.rest import Rest
 from tests.sim.world import LOOK_S, World
+
+DRILLS: Final = 0.2
+"""Of the seeds lose the master's disk once more, in peace."""
 
 
 async def run_course(world: World, load_s: float, faults: Sequence[str]) -> None:
@@ -25,6 +29,8 @@ async def run_course(world: World, load_s: float, faults: Sequence[str]) -> None
         breaking.cancel()
         await asyncio.gather(breaking, return_exceptions=True)
     await nemesis.heal()
+    if world.random.random() < DRILLS:
+        await world.operator.drill()
     await Rest(world).run()
 
 

@@ -40,12 +40,23 @@ class Log:
         """What was done, in words."""
         kept = self.random.randint(self.synced, len(self.batches))
         lost = len(self.batches) - kept
-        del self.batches[kept:]
+        self._keep(kept)
+        self.sync()
+        return f"{lost} batches lost"
+
+    def put_back(self, kept: int) -> str:
+        """An older copy of the disk takes its place, or (0) an empty one. What was done, in words."""
+        lost = len(self.batches) - kept
+        self._keep(kept)
+        self.durable, self.synced = MemoryDb(), 0
+        self.sync()
+        return f"{lost} of {lost + kept} batches lost"
+
+    def _keep(self, count: int) -> None:
+        del self.batches[count:]
         self.forget()
         for batch in self.batches:
             self.listen(batch)
-        self.sync()
-        return f"{lost} batches lost"
 
     def fails(self) -> bool:
         return bool(self.broken) and self.random.random() < self.broken
@@ -81,10 +92,7 @@ class SimDb:
         if self._closed:
             raise Unavailable("the database is closed")
         if self._log.fails():
-            del self._log.batches[self._log.synced :]
-            self._log.forget()
-            for batch in self._log.batches:
-                self._log.listen(batch)
+            self._log._keep(self._log.synced)
             raise Unavailable("the drive failed a flush")
         self._log.sync()
 

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from kvstore.core.types import BlockId
 from kvstore.master.db import Cf
-from kvstore.master.records import BLOCK, JOURNAL, NAME, BlockRow, JournalRow, NameRow, name_key, unpack_u64
+from kvstore.master.records import (
+    BLOCK,
+    JOURNAL,
+    META_REBUILD,
+    NAME,
+    BlockRow,
+    JournalRow,
+    NameRow,
+    name_key,
+    unpack_u64,
+)
 from kvstore.pb import master_pb2 as m
 from tests.sim.db import Batch, Log
 from tests.sim.faults import Violation
@@ -17,8 +28,13 @@ Facts = tuple[int, bytes, int, int]
 class Ledger:
     """`published`: inode → number of the batch that published it, and whether a live file was there before."""
 
+    may_unlink: Callable[[bytes], bool]
+    """Whether workers are to believe an order to unlink this block."""
+
     def __init__(self, log: Log, is_live: Callable[[int], bool]) -> None:
         self._log, self._is_live = log, is_live
+        self._lost_s = -math.inf
+        self.may_unlink = lambda block: True
         log.listen, log.forget = self._listen, self.clear
         self.clear()
 
@@ -30,10 +46,17 @@ class Ledger:
         self._blocks: dict[bytes, BlockRow] = {}
         self._owners: dict[bytes, int] = {}
         self._batches = 0
+        self._rebuilding = False
+
+    def lose(self, now_s: float) -> None:
+        """Acknowledgements of what began before now may be of a history that the log lacks."""
+        self._lost_s = now_s
 
     # ---- what was acknowledged is durable (rule 19)
 
-    def check_published(self, inode: int, what: str, name: str) -> None:
+    def check_published(self, inode: int, what: str, name: str, began_s: float) -> None:
+        if began_s <= self._lost_s:
+            return
         batch, _ = self.published.get(inode, (1 << 62, False))
         if batch >= self._log.synced:
             raise Violation(f"{name}: {what} was acknowledged, and is not durable (inode {inode})", [name])
@@ -88,6 +111,9 @@ class Ledger:
                 self._check_order(packed[at : at + 16])
 
     def _check_order(self, block: bytes) -> None:
+        if not self.may_unlink(block):
+            text = str(BlockId.unpack(block))
+            raise Violation(f"a master that lost state orders to unlink block {text} (rule 16)", [text])
         stored = self._log.durable.get(Cf.BLOCKS, block)
         if stored is not None and not BLOCK.load(stored).dead:
             text = str(BlockId.unpack(block))
@@ -104,6 +130,8 @@ class Ledger:
         for op in batch:
             if op.cf is Cf.BLOCKS:
                 self._take_block(op.key, op.value)
+            elif op.key == META_REBUILD and op.cf is Cf.META:
+                self._rebuilding = op.value is not None
             elif op.cf is Cf.NAMES and op.value is None:
                 self.names.pop(op.key, None)
             elif op.cf is Cf.NAMES and op.value is not None:
@@ -132,6 +160,8 @@ class Ledger:
     def _take_block(self, key: bytes, value: bytes | None) -> None:
         if value is None:
             self._blocks.pop(key, None)
+            if self._rebuilding and self._owners.get(key):
+                del self._owners[key]  # taken from the name that had it, until another one is found
             return
         row = self._blocks[key] = BLOCK.load(value)
         owner = self._owners.setdefault(key, row.inode)

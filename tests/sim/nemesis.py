@@ -32,7 +32,7 @@ class Nemesis:
             (self._power_master, 4), (self._wipe, 1), (self._partition, 4), (self._weather, 6), (self._freeze, 3),
             (self._jump, 1), (self._rot, 6), (self._fill, 2), (self._break_drive, 1), (self._break_log, 1),
             (self._slow_drive, 2), (self._swap, 2), (self._restart_worker, 2),
-            (self._echo, 2),
+            (self._echo, 2), (self._lose_disk, 1),
         ]  # fmt: skip
         kept = [each for each in faults if self._random.random() < 0.6] or faults
         if only:
@@ -52,6 +52,7 @@ class Nemesis:
             task.cancel()
         await asyncio.gather(*self._late, return_exceptions=True)
         world = self._world
+        world.operator.go_away()
         world.net.weather, world.net.cut = Weather(), set()
         world.master.log.broken = 0.0
         for host in world.servers:
@@ -64,6 +65,7 @@ class Nemesis:
                 worker.crash()  # a failed drive is in service again after a restart only
         for host in world.servers:
             host.start()
+        await world.operator.mend()
 
     def _after(self, undo: Callable[[], object], longest_s: float = LONGEST_S) -> str:
         """Undo it in a while."""
@@ -109,6 +111,14 @@ class Nemesis:
         self._world.master.power_cut()
         self._world.check_durable()
         return self._down(self._world.master)
+
+    def _lose_disk(self) -> str:
+        """The operator comes in a while."""
+        if self._world.operator.has_work:
+            return "it is lost already"
+        done = self._world.operator.lose_disk(self._random.choice((0.0, self._random.random())))
+        self._world.operator.come(self._random.random() * LONGEST_S / 2)
+        return f"{done}; {self._down(self._world.master)}"
 
     def _restart_worker(self) -> str:
         worker = self._worker()

@@ -165,7 +165,7 @@ class Call:
         self.deadline_s = net.loop.time() + timeout_s
         self.on_end: Callable[[], object] = lambda: None
         self._items: asyncio.Queue[bytes | grpc.aio.AioRpcError | None] = asyncio.Queue()
-        self.over = self._reached = self._stalled = False
+        self.over = self.refused = self._reached = self._stalled = False
         self._pipe = Pipe(net)
         self._server: SimServer | None = None
         self._timer = net.at(self.deadline_s, self.end_with, grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")

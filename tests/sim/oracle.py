@@ -42,6 +42,7 @@ class Oracle:
         self._attempts: defaultdict[str, list[Attempt]] = defaultdict(list)
         self._moving: list[tuple[str, str, Attempt]] = []
         """Renames under way: (from, to, the attempt on `to`)."""
+        self._whole_since_s = -math.inf
 
     def new_version(self, length_bytes: int) -> Version:
         """Bytes that say at each place which version they are of."""
@@ -83,9 +84,21 @@ class Oracle:
     def possible(self, name: str, since_s: float, until_s: float) -> set[int]:
         """Versions that may be there at some moment between the two."""
         attempts = self._attempts[name]
-        over = max((a.start_s for a in attempts if a.end_s < since_s), default=-math.inf)
+        closers = (a.start_s for a in attempts if a.end_s < since_s and a.start_s >= self._whole_since_s)
+        over = max(closers, default=-math.inf)
         found = [a.versions for a in attempts if a.start_s <= until_s and a.end_s >= over]
         return set().union(*found)
+
+    def lose(self) -> None:
+        """The master lost acknowledged changes: from now on whatever a name ever held may be there again (rule 22)."""
+        self._whole_since_s = math.inf
+        for source, target, arrival in self._moving:
+            arrival.versions |= self.possible(source, -math.inf, math.inf)
+            self._spread(target, arrival.versions)
+
+    def regain(self, now_s: float) -> None:
+        """Names are taken back no more: what begins from now on ends what was before it."""
+        self._whole_since_s = now_s
 
     def number_of(self, length_bytes: int, digest: int) -> int | None:
         return self._by_content.get((length_bytes, digest))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 from collections.abc import Callable, Coroutine, Sequence
@@ -19,6 +20,7 @@ from kvstore.master.running import Running
 from kvstore.rpc.failover import AsyncFailover
 from kvstore.rpc.metadata import Caller
 from kvstore.rpc.methods import A, Method, Q
+from kvstore.worker.identity import Identity, decode
 from kvstore.worker.opening import open_volumes
 from kvstore.worker.settings import Settings, VolumeSettings
 from kvstore.worker.worker import Worker
@@ -249,6 +251,14 @@ class WorkerHost(Host):
     def power_cut(self) -> None:
         self.crash()
         self.trace.add(f"{self.name}: power cut, {self.drive.power_cut()}")
+
+    def identities(self) -> list[tuple[Path, Identity]]:
+        """What its volumes know of themselves."""
+        found = []
+        for path in self.volume_paths:
+            with contextlib.suppress(FileNotFoundError):
+                found.append((path, decode((path / "identity").read_bytes(), str(path))))
+        return found
 
     def wipe(self, path: Path) -> None:
         """A new drive in place of a volume's."""

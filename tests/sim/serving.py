@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 import grpc.aio
 
+from kvstore.pb import master_pb2 as m
 from tests.sim.loop import Process
 from tests.sim.pipe import Pipe
 from tests.sim.weather import Fate
@@ -76,8 +77,14 @@ class SimServer:
             self._under_way[call].frames.put_nowait(item)
 
     def take_again(self, call: Call, item: bytes | None) -> None:
-        """A duplicate: it is carried out, and nobody hears of it."""
+        """A duplicate: it is carried out, and nobody hears of it.
+
+        Over TCP nothing comes again after its answer, and two things rely on that: a publish that was refused (its
+        caller has stored the data anew since) and a rename (what was moved back since has the same inode).
+        """
         if not self.process.dead and self.net.servers.get(self._endpoint) is self:
+            if call.refused or (call.over and call.path.endswith("/Rename")):
+                return
             serving = _Serving(self, call, deaf=True)
             serving.task = self.process.spawn(serving.run(self._find(call.path), item))
 
@@ -148,7 +155,9 @@ class _Serving:
             return
         request = _with(handler.request_deserializer, item)
         if not handler.response_streaming:
-            self._send(_with(handler.response_serializer, await handler.unary_unary(request, self)))
+            reply = await handler.unary_unary(request, self)
+            self._call.refused |= isinstance(reply, m.PublishReply) and any(r.HasField("error") for r in reply.results)
+            self._send(_with(handler.response_serializer, reply))
             return
         async with contextlib.aclosing(handler.unary_stream(request, self)) as replies:
             async for reply in replies:

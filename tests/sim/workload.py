@@ -19,7 +19,10 @@ from tests.sim.trace import Trace
 
 T = TypeVar("T")
 
-NAMES: Final = ("a/1", "a/2", "a/3", "b/1", "b/2", "b/x/1", "c/1")
+NAMES: Final = ("a/1", "a/2", "a/3", "b/1", "b/2", "b/x/1", "b/x/2", "c/1", "c/x/1", "c/x/2")
+DIRECTORIES: Final = ("b/x", "c/x", "b/y")
+"""Those that are renamed; what is in the last one came there by such a rename."""
+BELOW: Final = ("1", "2")
 SIZES: Final = (8, 100, 4096, 5000, 20_000, 60_000)
 LATE_S: Final = 0.25
 """Beyond its deadline no call may take longer than this."""
@@ -55,7 +58,7 @@ class User:
     async def run(self, until_s: float) -> None:
         verbs: Sequence[tuple[Callable[[], Awaitable[str]], int]] = (
             (self._put, 30), (self._put_absent, 12), (self._get, 30), (self._get_many, 10),
-            (self._remove, 8), (self._rename, 8), (self._list, 4), (self._quota, 2),
+            (self._remove, 8), (self._rename, 8), (self._rename_directory, 3), (self._list, 4), (self._quota, 2),
         )  # fmt: skip
         choices, weights = zip(*verbs, strict=True)
         while self._now_s < until_s:
@@ -133,11 +136,11 @@ class User:
             self._check_entry(name, put.entry, attempt.start_s)
             return "there already"
         self._oracle.acknowledge(attempt, self._now_s)
-        self._check_put(name, put, version, if_absent)
+        self._check_put(name, put, version, if_absent, attempt.start_s)
         return "created"
 
-    def _check_put(self, name: str, put: Put, version: Version, if_absent: bool) -> None:
-        self._ledger.check_published(put.entry.inode, f"v{version.number}", name)
+    def _check_put(self, name: str, put: Put, version: Version, if_absent: bool, began_s: float) -> None:
+        self._ledger.check_published(put.entry.inode, f"v{version.number}", name, began_s)
         if if_absent:
             self._ledger.check_fresh(put.entry.inode, name)
         address = put.entry.address
@@ -197,6 +200,22 @@ class User:
         self._oracle.acknowledge(arrival, self._now_s)
         self._check_durable(name)
         self._check_durable(to)
+        return "renamed"
+
+    async def _rename_directory(self) -> str:
+        """All that is below moves in one step; what was below the target is nothing, or the call fails."""
+        source, target = self._random.sample(DIRECTORIES, 2)
+        moves = [self._oracle.begin_move(f"{source}/{file}", f"{target}/{file}", self._now_s) for file in BELOW]
+        call = self._client.rename(source, target, timeout_s=OP_TIMEOUT_S)
+        error = await self._told(call, f"rename {source}/ {target}/")
+        for departure, arrival in moves:
+            self._oracle.end_move(arrival)
+            if not isinstance(error, KvError):
+                self._oracle.acknowledge(departure, self._now_s)
+                self._oracle.acknowledge(arrival, self._now_s)
+        if isinstance(error, KvError):
+            return type(error).__name__
+        check_durable(self._ledger, self._oracle, NAMES, self._now_s)
         return "renamed"
 
     async def _list(self) -> str:

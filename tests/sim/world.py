@@ -16,6 +16,7 @@ from tests.sim.faults import Violation
 from tests.sim.ledger import Ledger
 from tests.sim.loop import Process, SimLoop
 from tests.sim.net import Net
+from tests.sim.operator import Operator
 from tests.sim.oracle import Oracle
 from tests.sim.programs import ClientHost, Host, MasterHost, WorkerHost
 from tests.sim.trace import Trace
@@ -39,6 +40,7 @@ class World:
         self.workers = [self._worker(i) for i in range(3)]
         self.ledger = Ledger(self.master.log, self.is_live)
         self.clients = [self._client(i) for i in range(CLIENTS)]
+        self.operator = Operator(self.master, self.workers, self.oracle, self.ledger, self.random)
         self.servers: list[Host] = [self.master, *self.workers]
         self.host_names = sorted({*(host.name for host in self.servers), *(c.home for c in self.clients)})
         self.users = [self._user(client) for client in self.clients for _ in range(2)]

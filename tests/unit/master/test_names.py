@@ -370,6 +370,14 @@ async def test_hidden_names_are_free() -> None:
         assert await w.names() == ["bare", "file", "other"], "what was replaced does not come back"
 
 
+async def test_what_goes_with_a_directory_is_in_the_journal() -> None:
+    async with running() as w:
+        await hide(w)
+        await w.remove("dir", Kind.DIRECTORY)
+        events, _ = await w.master.events(0, 100)
+        assert [(e.kind, e.path) for e in events[-2:]] == [("remove", "?/in"), ("remove", "dir")]
+
+
 async def test_a_death_hides_and_never_deletes() -> None:
     async with running() as w:
         await hide(w)
