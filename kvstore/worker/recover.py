@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Final
 
-from kvstore.core.errors import KvError
+from kvstore.core.errors import KvError, Overloaded
 from kvstore.core.types import Address
 from kvstore.pb import master_pb2 as m
 from kvstore.rpc.entries import address_to_pb
@@ -14,7 +14,7 @@ from kvstore.rpc.methods import RECOVER
 from kvstore.worker import note as notes
 from kvstore.worker.background import Background
 from kvstore.worker.block import Block
-from kvstore.worker.disk import Disk
+from kvstore.worker.disk import Disk, disk_error
 from kvstore.worker.note import Note
 from kvstore.worker.report import MasterLink
 from kvstore.worker.store import Store
@@ -56,8 +56,7 @@ class Recovery:
 
     async def _send_page(self, page: Sequence[Block]) -> bool:
         """Whether the master wants more."""
-        files = [(block.path, block.address) for block in page]
-        found = await self._store.runtime.in_thread(self._read, files)
+        found = await self._notes(page)
         rows = [
             _row(block, note)
             for block, note in zip(page, found, strict=True)
@@ -65,17 +64,34 @@ class Recovery:
         ]
         return (await self._link.call(RECOVER, self._request(rows), PAGE_TIMEOUT_S)).wanted
 
+    async def _notes(self, page: Sequence[Block]) -> list[Note | None]:
+        """In the order of the blocks. Raises Overloaded when there is no free fd, which says nothing of the notes."""
+        found: dict[Block, Note | None] = {}
+        left = list(page)
+        while left:
+            paths = [block.path for block in left]
+            files = [(path, block.address) for path, block in zip(paths, left, strict=True)]
+            found.update(zip(left, await self._store.runtime.in_thread(self._read, files), strict=True))
+            # A file that was moved to another volume meanwhile has its note there.
+            left = [b for b, path in zip(left, paths, strict=True) if found[b] is None and b.path != path]
+        return [found[block] for block in page]
+
     def _request(self, rows: Sequence[m.NotedBlock], *, is_last: bool = False) -> m.RecoverRequest:
         return m.RecoverRequest(node=self._node, boot=self._store.fences.boot, blocks=rows, last=is_last)
 
     def _read(self, files: Sequence[tuple[str, Address]]) -> list[Note | None]:
-        """In a thread. A file that moved or cannot be read has no note: its block is told of without a name."""
+        """In a thread."""
         return [self._note(path, address) for path, address in files]
 
     def _note(self, path: str, address: Address) -> Note | None:
+        """None when there is none, or no way to read it: its block is told of without a name."""
         try:
             return notes.decode(self._disk.attribute(path, notes.ATTRIBUTE), address)
-        except OSError:
+        except OSError as error:
+            if isinstance(known := disk_error(error, f"reading the name beside {path}"), Overloaded):
+                raise known from None
+            if not isinstance(error, FileNotFoundError):
+                log.warning("%s: the rebuild will not know what it is", known.message)
             return None
 
 

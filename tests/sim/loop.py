@@ -53,6 +53,7 @@ class Process:
         self.state = State.RUNNING
         self._tasks: list[asyncio.Task[Any]] = []
         self.slow, self.skew_ns = 1.0, 0
+        self.gone = asyncio.Event()
         self._parked: list[asyncio.Handle] = []
         self._context = contextvars.copy_context()
         self._context.run(PROCESS.set, self)
@@ -94,6 +95,7 @@ class Process:
     def kill(self) -> None:
         """Its coroutines stay as they are until the end of the simulation (`bury`): nothing of them runs."""
         self.state = State.DEAD
+        self.gone.set()
         self._parked = []
 
     def bury(self) -> None:

@@ -95,9 +95,14 @@ class Host:
             process.resume()
             if self._main_task is not None:
                 self._main_task.cancel()
-            await asyncio.shield(process.spawn(self._stop()))
-            self.trace.add(f"{process.name} has stopped")
-            self._ended(process)
+            stopping = process.spawn(self._stop())
+            gone = self.loop.create_task(process.gone.wait())
+            await asyncio.wait([stopping, gone], return_when=asyncio.FIRST_COMPLETED)
+            gone.cancel()
+            if stopping.done():
+                stopping.result()
+                self.trace.add(f"{process.name} has stopped")
+                self._ended(process)
 
     async def _main(self, process: Process) -> None:
         try:

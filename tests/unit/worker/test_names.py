@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -43,6 +43,14 @@ class FullDisk(Disk):
 
     broken = 0
     meddler = False
+    before_read: Callable[[str], None] | None = None
+    """Called once, before the next attribute is read."""
+
+    def attribute(self, path: str, name: str) -> bytes | None:
+        hook, self.before_read = self.before_read, None
+        if hook:
+            hook(path)
+        return super().attribute(path, name)
 
     def set_attribute(self, path: str, name: str, value: bytes) -> None:
         if self.broken:
@@ -293,6 +301,38 @@ async def test_a_master_that_asks_gets_all_names(
     assert (first.noted.incarnation, first.noted.sequence, first.name.mode) == (11, 1, 0o640)
     assert first.volume == blocks[0].volume.id
     assert len(master.recovered) == 4, "three pages, and the word that this was all"
+
+
+async def test_a_block_that_moves_meanwhile_is_told_of_with_its_name(
+    worker: Worker, master: FakeMaster, disk: FullDisk
+) -> None:
+    block = await put(worker, master, "a")
+    await kit.until(lambda: block.noted)
+
+    def move(path: str) -> None:
+        block.volume = next(volume for volume in worker.store.volumes if volume is not block.volume)
+        os.makedirs(os.path.dirname(block.path), exist_ok=True)
+        os.rename(path, block.path)
+
+    disk.before_read = move
+    assert (await ask(master))[block.id].name.path == "a"
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+async def test_a_worker_that_is_short_of_something_forgets_no_name(
+    worker: Worker, master: FakeMaster, disk: FullDisk, number: int
+) -> None:
+    block = await put(worker, master, "a")
+    await kit.until(lambda: block.noted)
+
+    def fail(path: str) -> None:
+        raise OSError(number, os.strerror(number), path)
+
+    disk.before_read = fail
+    master.commands.append(m.Command(send_names=m.SendNames()))
+    await kit.until(lambda: disk.before_read is None)
+    assert (await ask(master))[block.id].name.path == "a"
+    assert all(row.HasField("name") for page in master.recovered for row in page.blocks)
 
 
 async def test_a_master_that_wants_no_more_is_sent_no_more(
