@@ -15,7 +15,7 @@ from kvstore.runtime import Runtime
 from kvstore.worker.background import Background
 from kvstore.worker.block import Block
 from kvstore.worker.counters import Reason
-from kvstore.worker.disk import Disk, NotAFile, Stamp
+from kvstore.worker.disk import FULL_ERRNOS, Disk, NotAFile, Stamp
 from kvstore.worker.store import Store
 
 log = logging.getLogger(__name__)
@@ -132,11 +132,25 @@ class Verifier:
             return
         except OSError as error:
             self._store.explain(volume, error, "moving a corrupt block to quarantine")
+            if error.errno in FULL_ERRNOS:
+                await self._unlink(block)
             return
         volume.books.blocks -= block.used_bytes
         volume.books.quarantine = quarantine.kept_bytes
         left = quarantine.unlinked + ((replaced_bytes,) if replaced_bytes else ())
         self._store.counters.tiers[volume.tier].unlink_all(Reason.CORRUPT, left)
+        self._store.on_free()
+
+    async def _unlink(self, block: Block) -> None:
+        """There is no room to keep it. It must not stay either: nobody but the next start would find it."""
+        volume = block.volume
+        try:
+            await self._runtime.in_thread(self._disk.unlink, block.path)
+        except OSError as error:
+            self._store.explain(volume, error, "unlinking a corrupt block")
+            return
+        volume.books.free_block(block.used_bytes)
+        self._store.counters.tiers[volume.tier].unlink_all(Reason.CORRUPT, (block.used_bytes,))
         self._store.on_free()
 
 

@@ -28,13 +28,13 @@ Facts = tuple[int, bytes, int, int]
 class Ledger:
     """`published`: inode → number of the batch that published it, and whether a live file was there before."""
 
-    may_unlink: Callable[[bytes], bool]
-    """Whether workers are to believe an order to unlink this block."""
+    may_order: Callable[[str, int], bool]
+    """Whether this host may be ordered to unlink anything by the start of the master with this incarnation."""
 
     def __init__(self, log: Log, is_live: Callable[[int], bool]) -> None:
         self._log, self._is_live = log, is_live
         self._lost_s = -math.inf
-        self.may_unlink = lambda block: True
+        self.may_order = lambda host, incarnation: True
         log.listen, log.forget = self._listen, self.clear
         self.clear()
 
@@ -99,21 +99,20 @@ class Ledger:
 
     # ---- orders
 
-    def check_reply(self, path: str, reply: bytes) -> None:
-        """No unlink order for a block that the durable state owns."""
+    def check_reply(self, path: str, host: str, reply: bytes) -> None:
+        """No unlink order for a block that the durable state owns, and none to whom nothing may be ordered."""
         kind = path.rpartition("/")[2]
         if kind not in ("Report", "Heartbeat"):
             return
         message = m.ReportReply.FromString(reply) if kind == "Report" else m.HeartbeatReply.FromString(reply)
         for command in message.commands:
             packed = command.unlink.block_ids
+            if packed and not self.may_order(host, message.incarnation):
+                raise Violation(f"a master that lost state orders {host} to unlink blocks (rule 16)", [host])
             for at in range(0, len(packed), 16):
                 self._check_order(packed[at : at + 16])
 
     def _check_order(self, block: bytes) -> None:
-        if not self.may_unlink(block):
-            text = str(BlockId.unpack(block))
-            raise Violation(f"a master that lost state orders to unlink block {text} (rule 16)", [text])
         stored = self._log.durable.get(Cf.BLOCKS, block)
         if stored is not None and not BLOCK.load(stored).dead:
             text = str(BlockId.unpack(block))
@@ -160,8 +159,8 @@ class Ledger:
     def _take_block(self, key: bytes, value: bytes | None) -> None:
         if value is None:
             self._blocks.pop(key, None)
-            if self._rebuilding and self._owners.get(key):
-                del self._owners[key]  # taken from the name that had it, until another one is found
+            if self._rebuilding:  # taken from its name until another is found, or until another replica turns up
+                self._owners.pop(key, None)
             return
         row = self._blocks[key] = BLOCK.load(value)
         owner = self._owners.setdefault(key, row.inode)

@@ -33,7 +33,7 @@ class Net:
         self.weather = Weather()
         self.cut: set[tuple[str, str]] = set()
         self.servers: dict[str, SimServer] = {}
-        self.watch: Callable[[str, Process, bytes], None] = lambda path, server, reply: None
+        self.watch: Callable[[str, Process, Process, bytes], None] = lambda path, server, caller, reply: None
 
     def transport(self, process: Process) -> SimTransport:
         return SimTransport(self, process)

@@ -43,7 +43,7 @@ class Operator:
         self._random = source
         self._lost: list[_Loss] = []
         self._coming: asyncio.Task[None] | None = None
-        ledger.may_unlink = self._may_unlink
+        ledger.may_order = self._may_order
 
     @property
     def has_work(self) -> bool:
@@ -134,15 +134,16 @@ class Operator:
 
     # ---- what must hold
 
-    def _may_unlink(self, block: bytes) -> bool:
-        """Not on a worker that has seen what is lost."""
-        return not any(self._knows_better(worker) and _holds(worker, block) for worker in self._workers if self._lost)
-
-    def _knows_better(self, worker: WorkerHost) -> bool:
-        return any(
+    def _may_order(self, host: str, incarnation: int) -> bool:
+        """Not a worker that has seen what is lost, unless it does not obey this start of the master yet: it registers
+        anew first."""
+        (worker,) = (worker for worker in self._workers if worker.name == host)
+        if worker.worker is None or not worker.worker.membership.is_judge(incarnation):
+            return True
+        return not any(
             loss.has_lost(Seen(identity.incarnation, identity.sequence))
-            for _, identity in worker.identities()
             for loss in self._lost
+            for _, identity in worker.identities()
         )
 
     def _noted(self) -> dict[str, bytes]:
@@ -183,10 +184,6 @@ def _starts(log: Log) -> Sequence[Seen]:
 def _cluster(log: Log) -> str:
     stored = log.durable.get(Cf.META, META_CLUSTER)
     return CLUSTER.load(stored).id if stored is not None else ""
-
-
-def _holds(worker: WorkerHost, block: bytes) -> bool:
-    return any(Address.parse(path.name).block.pack() == block for path in worker.block_files())
 
 
 def _notes(worker: WorkerHost) -> list[Note]:

@@ -173,7 +173,7 @@ class _Serving:
         """On its way to the caller, behind what was sent before."""
         net, call, process = self._net, self._call, self._server.process
         if isinstance(item, bytes):
-            net.watch(call.path, process, item)
+            net.watch(call.path, process, call.process, item)
         if self._deaf or self._silent or process.dead:
             return
         fate = net.fate(process, call.process.host)

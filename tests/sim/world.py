@@ -98,9 +98,9 @@ class World:
         master = self.master.master
         return master is not None and volume in master.nodes.cluster.live
 
-    def _watch_reply(self, path: str, server: Process, reply: bytes) -> None:
+    def _watch_reply(self, path: str, server: Process, caller: Process, reply: bytes) -> None:
         if server.host == "master":
             try:
-                self.ledger.check_reply(path, reply)
+                self.ledger.check_reply(path, caller.host, reply)
             except Violation as error:
                 self.watch.fail(error)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.core.errors import NoSpace
+from kvstore.core.errors import Corrupt, NoSpace
 from kvstore.core.hashing import hash_block
 from kvstore.core.types import Replica
 from kvstore.pb import worker_pb2 as w
@@ -226,6 +226,20 @@ async def test_a_rename_that_needs_a_block_for_its_directory_is_tried_again(tmp_
         block = await kit.put(worker, b"data")
         assert disk.refused == ["rename"]
         assert await kit.get(worker, block.address) == b"data"
+        await kit.check_books(worker)
+
+
+async def test_a_corrupt_block_for_which_the_quarantine_has_no_room_is_unlinked(tmp_path: Path) -> None:
+    disk = FullOnce()
+    async with kit.running(settings(tmp_path), disk) as worker:
+        block = await kit.put(worker, b"data")
+        Path(block.path).write_bytes(b"rot!")
+        disk.left = ["rename"]
+        with pytest.raises(Corrupt):
+            await worker.verifier.verify(block)
+        assert disk.refused == ["rename"]
+        assert not Path(block.path).exists()
+        assert worker.store.volumes[0].books.used == 0
         await kit.check_books(worker)
 
 
