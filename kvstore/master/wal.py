@@ -13,6 +13,7 @@ count u32, …}, that of a manifest an edit.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import struct
@@ -67,7 +68,8 @@ def sizes(directory: Path) -> dict[str, int]:
         for file in files:
             stem, _, suffix = file.name.partition(".")
             if suffix == "log" and stem.isdigit():
-                found[file.name] = file.stat().st_size
+                with contextlib.suppress(FileNotFoundError):  # RocksDB removes logs that it needs no more
+                    found[file.name] = file.stat().st_size
     return dict(sorted(found.items(), key=lambda item: number(item[0])))
 
 

@@ -31,6 +31,7 @@ async def run_course(world: World, load_s: float, faults: Sequence[str]) -> None
     await nemesis.heal()
     if world.random.random() < DRILLS:
         await world.operator.drill()
+        world.check()
     await Rest(world).run()
 
 

@@ -163,6 +163,8 @@ class Ledger:
                 self._owners.pop(key, None)
             return
         row = self._blocks[key] = BLOCK.load(value)
+        if self._rebuilding and self._owners.get(key):
+            self._owners[key] = row.inode  # both in one step
         owner = self._owners.setdefault(key, row.inode)
         if row.dead:
             self._owners[key] = 0

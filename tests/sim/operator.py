@@ -42,6 +42,7 @@ class Operator:
         self._master, self._workers, self._oracle, self._ledger = master, workers, oracle, ledger
         self._random = source
         self._lost: list[_Loss] = []
+        self._discards = False
         self._coming: asyncio.Task[None] | None = None
         ledger.may_order = self._may_order
 
@@ -82,7 +83,14 @@ class Operator:
         try:
             await asyncio.wait_for(self._mend(), MEND_S)
         except TimeoutError:
-            raise Violation(f"names were not taken back within {MEND_S:.0f} s") from None
+            unseen = "; ".join(self._master.loop.troubles)
+            raise Violation(f"names were not taken back within {MEND_S:.0f} s {unseen}") from None
+
+    async def discard_rest(self) -> None:
+        """A volume that was out of service when all was mended comes back with what it had seen before (rule 16)."""
+        master = self._master.master
+        if self._discards and master is not None and not all(node.row.collects for node in master.nodes):
+            await asyncio.wait_for(self._restart(Kind.DISCARD), MEND_S)
 
     async def drill(self) -> None:
         """In peace: of an empty disk every name comes back that was noted beside its block (rule 22)."""
@@ -112,6 +120,7 @@ class Operator:
         if master is None or not all(node.row.collects for node in master.nodes):
             await self._restart(Kind.DISCARD)
         self._lost.clear()
+        self._discards = True
         self._oracle.regain(self._master.loop.time())
 
     def _wipe_strangers(self, worker: WorkerHost) -> None:
@@ -135,8 +144,11 @@ class Operator:
     # ---- what must hold
 
     def _may_order(self, host: str, incarnation: int) -> bool:
-        """Not a worker that has seen what is lost, unless it does not obey this start of the master yet: it registers
-        anew first."""
+        """Not a worker that has seen what is lost, unless the rebuild is just over, or it does not obey this start of
+        the master yet: it registers anew first."""
+        master = self._master.master
+        if master is not None and master.rebuild is None and self._master.wanted_rebuild is not None:
+            return True
         (worker,) = (worker for worker in self._workers if worker.name == host)
         if worker.worker is None or not worker.worker.membership.is_judge(incarnation):
             return True

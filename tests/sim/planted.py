@@ -7,11 +7,16 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 from kvstore.core.errors import Stale
-from kvstore.master import blocks
+from kvstore.core.types import Seen
+from kvstore.master import blocks, claims
 from kvstore.master.change import Change
+from kvstore.master.claims import Claim, NotedName
 from kvstore.master.cluster import Cluster
 from kvstore.master.commit import Committer
 from kvstore.master.db import Cf
+from kvstore.master.nodes import Nodes
+from kvstore.master.records import BlockRow
+from kvstore.master.told import Registration
 from kvstore.worker.block import Block
 from kvstore.worker.evict import Evictor
 from kvstore.worker.heartbeat import Heart
@@ -61,6 +66,15 @@ def _never_doubted(self: Verifier, block: Block, fd: int) -> bool:
     return True
 
 
+def _never_behind(self: Nodes, new: Registration, sequence: int, recovered: Sequence[Seen]) -> bool:
+    """A database that was put back takes itself for whole."""
+    return False
+
+
+def _note_without_effect(change: Change, claim: Claim, name: NotedName, row: BlockRow | None) -> claims.Outcome:
+    return claims.Outcome.LOST
+
+
 PLANTS = (
     Plant("reply before commit", "the master answers without waiting for the flush (rule 19)",
           Committer, "durable", _reply_before_commit, ["power_master"]),
@@ -72,4 +86,8 @@ PLANTS = (
           Heart, "_complain", _no_second_try, ["crash_master"]),
     Plant("forget to verify", "a worker hands out blocks whose pages left memory without reading them (rule 6)",
           Verifier, "is_good", _never_doubted, ["rot"]),
+    Plant("believe an old disk", "a master that lost state orders workers to unlink what it does not know (rule 16)",
+          Nodes, "_is_ahead", _never_behind, ["lose_disk"]),
+    Plant("lose the notes", "a rebuild takes no name back (rule 22)",
+          claims, "_claimed", _note_without_effect, ["crash_worker"]),
 )  # fmt: skip

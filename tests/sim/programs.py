@@ -111,6 +111,9 @@ class Host:
             self.trace.add(f"{process.name} ends: {type(error).__name__} {error.reason}")
             self._ended(process)
             self.net.later(RESTART_S, self._again)
+        except Exception as error:  # noqa: BLE001 - a bug, of the program or of what watches it
+            self.loop.troubles.append(f"{process.name} ended: {error!r}")
+            self._ended(process)
 
     def _again(self) -> None:
         if self.wanted:
@@ -240,6 +243,7 @@ class WorkerHost(Host):
         self.drive = Drive(path, [str(path / tier) for tier, _ in sizes if tier == "mem"], source)
         self.disk = SimDisk(self.drive, number, self.crash)
         self.worker: Worker | None = None
+        self._stopping: asyncio.Task[None] | None = None
         self.endpoint = f"{name}:7000"
 
     @property
@@ -279,12 +283,15 @@ class WorkerHost(Host):
         worker.verifier._residency = SimResidency(self.drive)  # type: ignore[assignment]
         await worker.start()
         error = await worker.refused
-        await worker.stop()
+        await self._stop()
         raise error
 
     async def _stop(self) -> None:
-        if self.worker is not None:
-            await self.worker.stop()
+        """Once: a worker that was refused may be told to stop as well."""
+        if self.worker is not None and self.process is not None:
+            if self._stopping is None:
+                self._stopping = self.process.spawn(self.worker.stop())
+            await asyncio.shield(self._stopping)
 
     def _nerve(self, endpoints: Sequence[str], caller: Caller) -> SimNerve:
         assert self.process is not None
@@ -292,7 +299,7 @@ class WorkerHost(Host):
 
     def _fallen(self, process: Process) -> None:
         self.disk.give_up()
-        self.worker = None
+        self.worker = self._stopping = None
 
     def _settings(self) -> Settings:
         volumes = [VolumeSettings(tier, str(self._path / tier), size, 0) for tier, size in self._sizes]

@@ -35,6 +35,7 @@ class Rest:
         for client in world.clients:
             await self._stop(client)  # what they staged and never published goes with their sessions
         await world.look(SETTLE_S)
+        await world.operator.discard_rest()
         for worker in world.workers:
             await self._scrub(worker)
         await self._until_agreed()
