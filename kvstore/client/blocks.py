@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Final, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from kvstore.client import files, sockets
+from kvstore.client.connection import TOLD_S
 from kvstore.client.deadline import Deadline
 from kvstore.client.local import AsyncLocalWorker
 from kvstore.client.remote import AsyncRemote
@@ -37,8 +38,6 @@ T = TypeVar("T")
 INLINE_BYTES = 256 * 1024
 """Reads and writes up to here are done on the loop: from the page cache 10 µs, and 51 µs by way of a thread."""
 ABANDON_TIMEOUT_S = 1.0
-TOLD_S: Final = 0.01
-"""So long an abort may take to be sent to a worker that does not answer, or whose caller has no time left."""
 MAX_STREAMS = 4
 """Transfers to or from remote workers at the same time: two fill the loop's core (field notes)."""
 
@@ -184,7 +183,7 @@ class AsyncLocalBlocks:
         wanted = [(block_of(w.entry), w.entry.replicas) for w in wishes]
         fds = await self._worker.open(wanted, timeout_s=deadline.left_s)
         try:
-            return await asyncio.gather(*(self._read(fds, i, wish) for i, wish in enumerate(wishes)))
+            return await _all([self._read(fds, i, wish) for i, wish in enumerate(wishes)])
         finally:  # those that a cancelled caller left untouched
             sockets.close_all(fd for fd in fds if isinstance(fd, int) and fd >= 0)
 
@@ -201,11 +200,21 @@ class AsyncLocalBlocks:
         fds[index] = -1
         if wish.entry.length_bytes <= INLINE_BYTES:
             return files.load_and_close(fd, wish.entry.length_bytes, wish.view)
-        return await self._to_its_end(files.load_and_close, fd, wish.entry.length_bytes, wish.view)
+        claim = files.Claim()
+        loading = self._in_thread(files.load_and_close, fd, wish.entry.length_bytes, wish.view, claim)
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            if claim.give_up() and wish.view is not None:
+                await _ended(loading)  # the buffer is the caller's again, who may read something else into it
+            raise
 
     async def _to_its_end(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """In a thread that closes the fd itself, caller or not: closed under the thread, it may be another file."""
-        return await asyncio.shield(asyncio.ensure_future(self._runtime.in_thread(function, *args, **kwargs)))
+        return await asyncio.shield(self._in_thread(function, *args, **kwargs))
+
+    def _in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+        return asyncio.ensure_future(self._runtime.in_thread(function, *args, **kwargs))
 
 
 class AsyncRemoteBlocks:
@@ -322,6 +331,26 @@ class AsyncRemoteBlocks:
 
     async def _hash(self, view: memoryview) -> int:
         return hash_block(view) if len(view) <= INLINE_BYTES else await self._runtime.in_thread(hash_block, view)
+
+
+async def _all(work: Sequence[Coroutine[None, None, T]]) -> list[T]:
+    """Results in order. Unlike `gather` it ends, when it is cancelled, after the last of them."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        for task in tasks:
+            await _ended(task)
+        raise
+
+
+async def _ended(work: asyncio.Future[T]) -> None:
+    """Wait for its end, however often the caller is cancelled meanwhile."""
+    while not work.done():
+        with suppress(asyncio.CancelledError):
+            await asyncio.wait([work])
 
 
 def _close_result(made: asyncio.Future[int]) -> None:

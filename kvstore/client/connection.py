@@ -25,7 +25,8 @@ DEFAULT_S = METADATA_TIMEOUT_S
 OnHello = Callable[[sp.HelloReply], None]
 """Told of every new connection: the worker may be another one since."""
 TOLD_S = 0.01
-"""So long an abort may take to be sent to a worker that does not answer: it reads it when it goes on."""
+"""So long an abort may take to be sent to a worker that does not answer (it reads it when it goes on), or whose caller
+has no time left."""
 NAME = "the local worker"
 BACKLOG_PAUSE_S = 0.005
 """A Unix socket whose backlog is full says EAGAIN to a non-blocking connect; there is no event to wait for."""
@@ -178,8 +179,10 @@ class AsyncConnection:
             self._listening = self._loop.create_task(self._ask(ping))
 
     async def _ask(self, ping: Ping) -> None:
-        lives = await _lives(ping)
-        self._listening = None
+        try:
+            lives = await _lives(ping)
+        finally:  # a cancelled one is begun anew by the next request
+            self._listening = None
         if lives:
             self._heard_s = self._loop.time()
             self._listen()

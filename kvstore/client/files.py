@@ -7,10 +7,11 @@ import os
 import secrets
 import stat
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvstore.core.errors import Corrupt, InvalidRequest, KvError, NoSpace, Overloaded, TooLarge, Unavailable
+from kvstore.core.errors import Corrupt, InvalidRequest, KvError, NoSpace, Overloaded, Timeout, TooLarge, Unavailable
 from kvstore.core.hashing import PIECE_BYTES, BlockHasher
 from kvstore.core.limits import FRAME_BYTES
 
@@ -21,6 +22,8 @@ else:
 
 Progress = Callable[[int], None]
 """Told of the bytes that were moved since the last time."""
+READ_BYTES = 8 << 20
+"""One piece of a read that may be given up: a millisecond from the page cache."""
 _KINDS: dict[int, type[KvError]] = {
     errno.ENOSPC: NoSpace,
     errno.EDQUOT: NoSpace,
@@ -85,12 +88,34 @@ def write_hashed(fd: int, view: memoryview) -> Written:
     return Written(hasher.digest(), os.fstat(fd).st_mtime_ns)
 
 
-def read_into(fd: int, view: memoryview) -> None:
-    """Fill the view from offset 0. Raises Corrupt when the file is shorter."""
-    at = 0
+class Claim:
+    """Of a thread on its caller's buffer: whoever gives it up knows whether the thread may still write there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun = self.is_given_up = False
+
+    def begin(self) -> bool:
+        """In the thread: whether the buffer may be written to."""
+        with self._lock:
+            self._begun = not self.is_given_up
+            return self._begun
+
+    def give_up(self) -> bool:
+        """For the caller: whether the thread has begun, and so is to be waited for; it soon stops."""
+        with self._lock:
+            self.is_given_up = True
+            return self._begun
+
+
+def read_into(fd: int, view: memoryview, claim: Claim | None = None) -> None:
+    """Fill the view from offset 0. Raises Corrupt when the file is shorter, Timeout when the claim is given up."""
+    at, most = 0, len(view) if claim is None else READ_BYTES
     try:
         while at < len(view):
-            count = os.preadv(fd, [view[at:]], at)
+            if claim is not None and claim.is_given_up:
+                raise Timeout(f"given up after {at} of {len(view)} bytes")
+            count = os.preadv(fd, [view[at : at + most]], at)
             if count == 0:
                 raise Corrupt(f"the block ends after {at} of {len(view)} bytes")
             at += count
@@ -179,12 +204,13 @@ def write_and_close(fd: int, view: memoryview) -> Written:
         os.close(fd)
 
 
-def load_and_close(fd: int, length_bytes: int, view: memoryview | None) -> bytes | KvError:
+def load_and_close(fd: int, length_bytes: int, view: memoryview | None, claim: Claim | None = None) -> bytes | KvError:
     """A whole block, into the view (then nothing is returned) or as bytes; an error is returned, not raised."""
     try:
         if view is None:
             return read_bytes(fd, length_bytes)
-        read_into(fd, view)
+        if claim is None or claim.begin():
+            read_into(fd, view, claim)
     except KvError as error:
         return error
     finally:

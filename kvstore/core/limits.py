@@ -88,6 +88,8 @@ PROBE_PAUSE_S = (0.1, 0.25)
 """Between two of them, at random: many clients lose a server at the same moment. Up to four times that later."""
 EVIDENCE_S = 0.9 * METADATA_TIMEOUT_S
 """A caller who waited less in vain has only his own impatience to tell of."""
+OVERDUE_S = 0.5
+"""A timeout that comes so much too late tells of a process without a processor, not of whoever was called."""
 
 RECONNECT_BACKOFF_MS = (50, 200, 500)
 """gRPC's initial, minimum and maximum reconnect back-off (its default is back 18 s after a 25 s outage)."""

@@ -29,6 +29,8 @@ SHRINKS: Final = 0.25
 ALWAYS: Final = 0.0
 """Which share of the reserve a change leaves alone. Publishes: all of it. Removals and reports, which free space in the
 end: a quarter. Heartbeats may use the last byte, or a full drive would make all workers dead."""
+SETTLE_S: Final = 0.15
+"""Longer than the database waits between two marks."""
 
 
 class Committer:
@@ -101,6 +103,17 @@ class Committer:
             await self._work.wait()
             self._work.clear()
             while self._durable < self._written and self.failure is None:
+                await self._flush()
+            await self._settle()
+
+    async def _settle(self) -> None:
+        """One more flush when it has been quiet for a moment: the database marks how far it is synced with flushes,
+        though not with each of a burst, and what is behind the mark cannot be told from what a power cut left."""
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                await self._work.wait()
+        except TimeoutError:
+            if self.failure is None:
                 await self._flush()
 
     async def pulse(self) -> None:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Final, Protocol
 
-from kvstore.core.errors import KvError
+from kvstore.core.errors import Corrupt, KvError
 from kvstore.master.db import Cf
 from kvstore.master.wal import REMEDY
 from kvstore.runtime import Runtime
@@ -19,6 +19,9 @@ STEP_ROWS: Final = 2000
 PAUSE: Final = 9.0
 """Times what the step took: a tenth of a core, and of the drive when that is what takes time."""
 MIN_PAUSE_S: Final = 0.01
+TRIES: Final = 3
+TRY_PAUSE_S: Final = 60.0
+"""Of reads that fail in another way than by a checksum: want of file descriptors passes, a broken drive does not."""
 
 
 class Scanned(Protocol):
@@ -51,13 +54,24 @@ class Scan:
         """Look at everything."""
         await self._runtime.in_thread(self._db.forget_cached)
         for cf in Cf:
-            try:
-                await self._column(cf)
-            except KvError as error:
+            if error := await self._trouble(cf):
                 self._found(cf, error)
                 return
         self.finished += 1
         log.debug("the whole database was read, and is sound")
+
+    async def _trouble(self, cf: Cf) -> KvError | None:
+        """Why a column cannot be read; None when all of it can."""
+        for left in reversed(range(TRIES)):
+            try:
+                await self._column(cf)
+                return None
+            except KvError as error:
+                if isinstance(error, Corrupt) or not left:
+                    return error
+                log.warning("the scan of column %s failed, and is tried again: %s", cf.value, error)
+            await self._runtime.sleep(TRY_PAUSE_S)
+        return None
 
     async def _column(self, cf: Cf) -> None:
         key: bytes | None = None

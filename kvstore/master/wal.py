@@ -57,8 +57,10 @@ class Synced(NamedTuple):
 
 def newest_manifest(directory: Path) -> tuple[str, int]:
     """(name, bytes); ("", 0) when there is none."""
-    newest = max(directory.glob("MANIFEST-*"), default=None)
-    return (newest.name, newest.stat().st_size) if newest else ("", 0)
+    for newest in sorted(directory.glob("MANIFEST-*"), reverse=True):
+        with contextlib.suppress(FileNotFoundError):  # replaced by a newer one just now
+            return newest.name, newest.stat().st_size
+    return "", 0
 
 
 def sizes(directory: Path) -> dict[str, int]:
@@ -194,7 +196,11 @@ def _check_log(directory: Path, name: str, safe: int, *, is_newest: bool) -> _En
         if end.whole < safe or end.gap or _goes_on(data, end):
             raise damaged(directory, f"{name} has a hole at byte {end.broken}")
         if is_newest:
-            log.warning("%s: cut %d bytes behind its last whole record, never synced", name, len(data) - end.whole)
+            log.warning(
+                "%s: cut %d bytes behind its last whole record, torn by a power cut most likely; if the drive has "
+                "damaged them instead, changes of the last moment may be lost",
+                name, len(data) - end.whole,
+            )  # fmt: skip
             os.truncate(directory / name, end.whole)
     return end
 

@@ -33,6 +33,8 @@ class Patience(NamedTuple):
     deadline_s: float = 15.0
     failures: int = 2
     """In a row, until the mount is ended."""
+    again_s: float = 3.0
+    """After a failure it is asked again at once: one that has recovered answers in milliseconds."""
 
 
 PATIENCE: Final = Patience()
@@ -42,10 +44,10 @@ async def watch(child: Child, directory: str, patience: Patience) -> None:
     """Until cancelled. `directory`: where `child`, while it is ready, has its mount."""
     directory, failures, pid = mountpoint.absolute(directory), 0, None
     while True:
-        await asyncio.sleep(patience.interval_s)
+        await asyncio.sleep(0 if failures else patience.interval_s)
         await child.until_ready()
         failures, pid = failures if child.pid == pid else 0, child.pid
-        complaint = await ask(directory, patience.deadline_s)
+        complaint = await ask(directory, patience.again_s if failures else patience.deadline_s)
         if child.pid != pid or not child.is_ready:
             continue  # another one by now: the answer was not about it
         failures = failures + 1 if complaint else 0
@@ -55,6 +57,7 @@ async def watch(child: Child, directory: str, patience: Patience) -> None:
             log.error("mount %s does not answer: ending it, to be mounted anew", directory)
             await asyncio.to_thread(abort, directory)
             child.kill()
+            failures = 0
 
 
 async def ask(directory: str, deadline_s: float) -> str:

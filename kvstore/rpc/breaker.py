@@ -13,7 +13,7 @@ import enum
 import itertools
 import logging
 import math
-import random
+import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterator
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from kvstore.core.errors import KvError, Overloaded, Timeout, Unavailable
-from kvstore.core.limits import EVIDENCE_S, PROBE_PAUSE_S, PROBE_TIMEOUT_S
+from kvstore.core.limits import EVIDENCE_S, OVERDUE_S, PROBE_PAUSE_S, PROBE_TIMEOUT_S
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class _Breaker:
 
     def check(self, *, insist: bool = False) -> None:
         """What `call` raises, without a call: for whoever has work to do first that would be in vain."""
-        if not self.closed and not insist:
+        if not self.closed and not insist and self._is_probed():
             raise NotAsked(f"{self._name} did not answer a moment ago; waiting until it does", fault=self._fault)
 
     @property
@@ -108,6 +108,8 @@ class _Breaker:
     def _is_proof(self, error: KvError, timeout_s: float, began_s: float) -> bool:
         if isinstance(error, Unavailable):
             return not isinstance(error, Broken)
+        if _is_overdue(timeout_s, began_s):
+            return False
         return isinstance(error, Silent) or self._silent_s(timeout_s, began_s) >= self._evidence_s
 
     def _silent_s(self, timeout_s: float, began_s: float) -> float:
@@ -136,10 +138,21 @@ class _Breaker:
             if self._ended or self._state in (state, _State.OPEN):
                 return False
             self._state = state
-            start, self._probing = not self._probing, True
-        if start:
-            self._start()
+        self._is_probed()
         return True
+
+    def _is_probed(self) -> bool:
+        """Whether a probe runs, begun now if none did: without one nobody would ever close it, so calls pass then."""
+        with self._lock:
+            if self._probing or self._ended:
+                return True
+            self._probing = True
+        try:
+            self._start()
+        except RuntimeError as error:  # no thread, or no loop, to be had
+            log.warning("asking whether %s answers: %s", self._name, error)
+            self._probing = False
+        return self._probing
 
     def _start(self) -> None:
         """Begin to probe, until it is answered."""
@@ -151,7 +164,7 @@ class _Breaker:
         """
         refused = isinstance(error, Unavailable) and self._is_silence(error)  # else it is the server's own word
         if refused or isinstance(error, Timeout | TimeoutError):
-            if refused or self._heard_s < began_s:
+            if refused or (self._heard_s < began_s and not _is_overdue(PROBE_TIMEOUT_S, began_s)):
                 self._fell_silent(str(error))
             return False
         if error is not None and (isinstance(error, OutOfDescriptors) or not isinstance(error, KvError)):
@@ -161,10 +174,17 @@ class _Breaker:
         return True
 
 
+def _is_overdue(timeout_s: float, began_s: float) -> bool:
+    """Whether a timeout came so late that this process itself is what is slow: it says nothing of the other side."""
+    return time.monotonic() - began_s > timeout_s + OVERDUE_S
+
+
 def _pauses() -> Iterator[float]:
     """Seconds between probes: longer ones for who has been away for some seconds."""
+    shortest_s, longest_s = PROBE_PAUSE_S
     for tries in itertools.count():
-        yield min(4, 1 + tries // 16) * random.uniform(*PROBE_PAUSE_S)
+        jitter = secrets.randbits(32) / (1 << 32)  # not the same one in each child of a fork
+        yield min(4, 1 + tries // 16) * (shortest_s + jitter * (longest_s - shortest_s))
 
 
 class AsyncBreaker(_Breaker):
@@ -197,11 +217,15 @@ class AsyncBreaker(_Breaker):
         self._task = asyncio.get_running_loop().create_task(self._probe())
 
     async def _probe(self) -> None:
-        for pause_s in _pauses():
-            began_s = time.monotonic()
-            if self._judge_probe(await self._failure(), began_s):
-                return
-            await asyncio.sleep(pause_s)
+        try:
+            for pause_s in _pauses():
+                began_s = time.monotonic()
+                if self._judge_probe(await self._failure(), began_s):
+                    return
+                await asyncio.sleep(pause_s)
+        except asyncio.CancelledError:  # perhaps by somebody who cancels all tasks, and goes on
+            self._probing = False
+            raise
 
     async def _failure(self) -> Exception | None:
         try:

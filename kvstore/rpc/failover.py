@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
+import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator, Generator, Sequence
@@ -35,7 +35,7 @@ class _Turn:
         self._attempt += 1
         if isinstance(error, Unavailable) and self._attempt < self._count:
             return 0.0
-        pause = retry.delay_s(self._attempt, random.getrandbits(64), self.left_s, error.retry_after_s)
+        pause = retry.delay_s(self._attempt, secrets.randbits(64), self.left_s, error.retry_after_s)
         if pause is None:
             raise error
         return pause

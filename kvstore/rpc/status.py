@@ -82,7 +82,8 @@ def to_status(error: KvError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, st
         trailing.append((FAULT_KEY, error.fault))
     if error.retry_after_s:
         trailing.append((RETRY_KEY, str(round(1000 * error.retry_after_s))))
-    return STATUS[type(error)], _short(error.message), tuple(trailing)
+    status = next(STATUS[c] for c in type(error).__mro__ if c in STATUS)  # some rooms have finer ones of their own
+    return status, _short(error.message), tuple(trailing)
 
 
 def from_rpc_error(error: Any, endpoint: str) -> KvError:

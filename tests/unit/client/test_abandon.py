@@ -6,7 +6,8 @@ import asyncio
 import os
 import time
 
-from kvstore.client.blocks import ABANDON_TIMEOUT_S, TOLD_S, abandon
+from kvstore.client.blocks import ABANDON_TIMEOUT_S, abandon
+from kvstore.client.connection import TOLD_S
 from kvstore.client.deadline import Deadline
 from kvstore.client.staging import Staging
 from kvstore.core.errors import Timeout

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvstore.core.errors import Corrupt, KvError, Unavailable
 from kvstore.master.db import Cf, Op, RocksDb
-from kvstore.master.scan import MIN_PAUSE_S, PAUSE, STEP_ROWS, Scan
+from kvstore.master.scan import MIN_PAUSE_S, PAUSE, STEP_ROWS, TRIES, TRY_PAUSE_S, Scan
 from kvstore.runtime import SystemRuntime
 from tests.support import damage
 
@@ -25,12 +27,14 @@ class Clock(SystemRuntime):
         self.slept: list[float] = []
         self.rests = asyncio.Semaphore(0)
         self.go_on = asyncio.Semaphore(0)
+        self.on_sleep: dict[float, Callable[[], None]] = {}
 
     def monotonic_s(self) -> float:
         return self.now_s
 
     async def sleep(self, delay_s: float) -> None:
         self.slept.append(delay_s)
+        self.on_sleep.get(delay_s, lambda: None)()
         if delay_s == INTERVAL_S:
             self.rests.release()
             await self.go_on.acquire()
@@ -47,6 +51,9 @@ class Rows:
         self.read: dict[Cf, list[int]] = {cf: [] for cf in Cf}
         self.forgotten = 0
         self.bad: tuple[Cf, KvError] | None = None
+
+    def mend(self) -> None:
+        self.bad = None
 
     def forget_cached(self) -> None:
         self.forgotten += 1
@@ -104,8 +111,22 @@ async def test_damage_is_said_once_and_ends_the_scanning(error: KvError, caplog:
     assert "column blocks" in line
     assert error.message in line
     assert "kvstore master --rebuild" in line
-    assert [record.getMessage() for record in caplog.records] == [line]
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.CRITICAL] == [line]
+    assert clock.slept.count(TRY_PAUSE_S) == (0 if isinstance(error, Corrupt) else TRIES - 1)
     assert (scan.damage, scan.finished, rows.forgotten) == (line, 0, 1)
+    clock.close()
+
+
+async def test_a_read_that_fails_for_a_moment_is_no_damage() -> None:
+    """Want of file descriptors, say."""
+    clock = Clock()
+    rows = Rows(clock, 5)
+    rows.bad = (Cf.BLOCKS, Unavailable("too many open files"))
+    clock.on_sleep[TRY_PAUSE_S] = rows.mend
+    scan = Scan(rows, clock, INTERVAL_S, lambda _: None)
+    await scan.once()
+    assert (scan.damage, scan.finished) == (None, 1)
+    assert all(read == list(range(rows.count)) for read in rows.read.values())
     clock.close()
 
 

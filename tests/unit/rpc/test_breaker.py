@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvstore.core.errors import KvError, NotFound, Overloaded, Timeout, Unavailable
-from kvstore.core.limits import EVIDENCE_S, METADATA_TIMEOUT_S
+from kvstore.core.limits import EVIDENCE_S, METADATA_TIMEOUT_S, OVERDUE_S
 from kvstore.rpc.breaker import AsyncBreaker, Breakers, Broken, NotAsked, OutOfDescriptors, Silent, ThreadBreaker
 from tests.support.cluster import wait_until
 from tests.support.worker_kit import until
@@ -66,9 +65,15 @@ class Peer:
         with pytest.raises(type(error)):
             self.call(error, insist=True)
 
-    def late_while_another_is_answered(self) -> None:
+    def late(self, meanwhile: Callable[[], None]) -> None:
+        with self.breaker.call(METADATA_TIMEOUT_S):
+            meanwhile()
+            raise LATE
+
+    def late_while_another_is_answered(self, then: Callable[[], None] = lambda: None) -> None:
         with self.breaker.call(METADATA_TIMEOUT_S):
             self.call()
+            then()
             raise LATE
 
     def fail(self, error: KvError, timeout_s: float = METADATA_TIMEOUT_S) -> None:
@@ -148,15 +153,37 @@ async def test_who_answers_others_is_slow_and_not_silent(peer: Peer) -> None:
     assert peer.breaker.closed
 
 
+class Clock:
+    """Stands until somebody sets it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr("kvstore.rpc.breaker.time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+    def set(self, now_s: float) -> None:
+        self.now_s = now_s
+
+
 async def test_what_was_heard_before_the_silence_began_saves_nobody(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peer.held.clear()
-    clock = itertools.count(0, EVIDENCE_S)  # so much goes by between two looks at it
-    monkeypatch.setattr("kvstore.rpc.breaker.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    clock = Clock(monkeypatch)
     with pytest.raises(Timeout):
-        peer.late_while_another_is_answered()
+        peer.late_while_another_is_answered(lambda: clock.set(METADATA_TIMEOUT_S))
     assert not peer.breaker.closed
+
+
+async def test_a_timeout_that_comes_far_too_late_tells_of_this_process_only(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was stopped, or had no processor: whoever was called may have answered long ago."""
+    peer.held.clear()
+    clock = Clock(monkeypatch)
+    with pytest.raises(Timeout):
+        peer.late(lambda: clock.set(METADATA_TIMEOUT_S + OVERDUE_S + 0.01))
+    assert peer.breaker.closed
+    await until(lambda: peer.asked == 1)  # a probe decides
 
 
 async def test_a_probe_that_was_late_is_no_proof_against_who_was_answered_meanwhile(peer: Peer) -> None:
@@ -224,6 +251,40 @@ async def test_a_closed_client_probes_no_more(peer: Peer) -> None:
     await asyncio.sleep(0.6)
     assert peer.asked == asked
     assert not [t for t in threading.enumerate() if t.name == "kvstore-probe"]
+
+
+async def test_a_probe_that_cannot_begin_is_begun_by_a_later_call(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one nobody would ever close it: until then calls pass."""
+
+    def no_thread() -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(peer.breaker, "_start", no_thread)
+        peer.fail(REFUSED)
+        assert not peer.breaker.closed
+        peer.fail(REFUSED)  # it was asked
+    peer.answer = None
+    peer.held.clear()
+    with pytest.raises(NotAsked):
+        peer.call()
+    peer.held.set()
+    await until(lambda: peer.breaker.closed)
+
+
+async def test_a_probe_that_somebody_cancels_is_begun_anew() -> None:
+    peer = Peer("async")
+    peer.held.clear()
+    peer.fail(REFUSED)
+    await until(lambda: peer.asked == 1)
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    peer.answer = None
+    peer.held.set()
+    with pytest.raises(NotAsked):
+        peer.call()
+    await until(lambda: peer.breaker.closed)
 
 
 def test_a_child_of_a_fork_begins_anew() -> None:
