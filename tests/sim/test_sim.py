@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Final
 
@@ -29,11 +30,13 @@ def _quick_collections() -> Iterator[None]:
 
 @pytest.mark.parametrize("first", range(1, SEEDS + 1, 5))
 def test_all_invariants_hold_whatever_breaks(first: int) -> None:
+    total = Counter[str]()
     for seed in range(first, first + 5):
         outcome = run_seed(seed)
         assert not outcome.error, "\n".join([*outcome.story, f"seed {seed}: {outcome.error}"])
-        assert outcome.outcomes["put created"]
-        assert outcome.outcomes["get hit"]
+        total.update(outcome.outcomes)
+    assert total["put created"] > 100  # in one of them the master may have been away nearly all the time
+    assert total["get hit"] > 100
 
 
 def test_a_seed_has_one_course_of_events_in_every_process() -> None:
