@@ -109,8 +109,8 @@ async def test_one_file_does_not_cost_the_whole_cache(by_hand: Worker) -> None:
     blocks = [await kit.put(by_hand, os.urandom(4 * MIB)) for _ in range(15)]
     writer = await Writer.new(by_hand)
     writer.write(49 * MIB)
-    await by_hand.growth.look()
-    await kit.until(lambda: is_cut(writer.fd))
+    await emptied(by_hand, writer)
+    assert is_cut(writer.fd)
     assert len(by_hand.store) == len(blocks)
     writer.close()
 
