@@ -3,6 +3,7 @@
 # make check   format, lint, types, import rules, unit and contract tests (a minute or two)
 # make sim     the deterministic simulation: SEEDS=500 FIRST=1, or one seed with its whole trace: SEED=n
 # make chaos   real processes under a verified load, killed, stopped, parted, their disks damaged: MINUTES=5 SEED=n
+# make long    the mount's tests with many more rounds: kills, hand-overs, files, random operations
 # make proto   generated stubs from proto/; leaves no diff
 # make bench   measurements beside the plain directory
 # make clean   remove the environment and what tools left behind
@@ -21,7 +22,7 @@ APT_PACKAGES := make e2fsprogs fuse3 libfuse3-dev pkg-config gcc python3-dev pyt
 PROTOS := $(wildcard proto/kvstore/pb/*.proto)
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: setup apt proto proto-diff check format test sim chaos demo bench clean needs-mount
+.PHONY: setup apt proto proto-diff check format test long sim chaos demo bench clean needs-mount
 
 setup: $(STAMP)
 
@@ -85,8 +86,17 @@ format: $(STAMP)
 	ruff format
 	ruff check --fix
 
+# Those first that take longest: else one of two cores would wait for them at the end.
+SLOW_TESTS := tests/lmcache tests/fuse tests/chaos tests/faults
+OTHER_TESTS := $(filter-out $(SLOW_TESTS) tests/unit tests/contract tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+
 test: $(STAMP) check proto-diff needs-mount
-	pytest -n 2 --dist loadfile $(filter-out tests/unit/ tests/contract/ tests/__pycache__/,$(wildcard tests/*/))
+	pytest -n 3 --dist loadfile --no-loadscope-reorder $(SLOW_TESTS) $(OTHER_TESTS)
+
+# The same with many more rounds, where there is a short form and a long one.
+long: export KVSTORE_LONG := 1
+long: $(STAMP) needs-mount
+	pytest -n 2 --dist loadfile tests/fuse
 
 needs-mount:
 	@test -c /dev/fuse || echo "NOTE: no /dev/fuse here: whatever needs a mount is left out. In a container: --device /dev/fuse --cap-add SYS_ADMIN"

@@ -61,7 +61,7 @@ REFUSED: Final = (
 )
 LONG: Final = bool(os.environ.get("KVSTORE_LONG"))
 PROFILE: Final = settings(
-    max_examples=2000 if LONG else 80,
+    max_examples=2000 if LONG else 50,
     stateful_step_count=100 if LONG else 50,
     derandomize=not LONG,
     database=None,

@@ -29,7 +29,7 @@ from tests.support.puts import Put, get
 from tests.support.versions import Version
 
 LONG: Final = bool(os.environ.get("KVSTORE_LONG"))
-KILLS: Final = 200 if LONG else 20
+KILLS: Final = 200 if LONG else 10
 UPGRADES: Final = 50 if LONG else 5
 DEADLINE_S: Final = 10.0
 """The default: what nobody answers gets EIO then."""

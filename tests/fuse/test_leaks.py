@@ -23,14 +23,14 @@ from tests.support.puts import get, put
 from tests.support.versions import content
 
 LONG: Final = bool(os.environ.get("KVSTORE_LONG"))
-CYCLES: Final = 20_000 if LONG else 600
+CYCLES: Final = 20_000 if LONG else 300
 """On each mount; every one opens three files or so."""
 WARM_UP: Final = 200
 GROWTH_BYTES: Final = 12 << 20
 """What caches may still take after the warm-up; a leak of 1 KiB a cycle shows in the long form."""
 SETTLE_S: Final = 30.0
 """Idle spares and dead blocks go within seconds."""
-KILLS: Final = 30 if LONG else 4
+KILLS: Final = 30 if LONG else 3
 KEPT: Final = ("opens", "backing_ids", "offers", "kept", "pending")
 """Of the keeper's status; nothing is open when they are compared."""
 

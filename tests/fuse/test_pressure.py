@@ -8,7 +8,7 @@ from bench import tiers
 
 
 def test_no_error_no_cap_passed_and_every_byte_accounted_for(tmp_path: Path) -> None:
-    outcome = tiers.run(tmp_path, seconds=40.0)
+    outcome = tiers.run(tmp_path, seconds=25.0)
     tiers.show(outcome)  # pytest shows it when something fails
     assert outcome.failures == []
     assert outcome.looks > 50
