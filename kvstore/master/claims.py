@@ -2,32 +2,36 @@
 
 A claim says: at sequence s the entry at this path listed this block. Of two that contradict each other (two blocks of
 one path, two paths of one block) the later one holds: by sequence among claims, by the time of its last change against
-an entry that the database had before. A directory that is needed for a name takes the place of a file.
+an entry that the database had before. A directory that is needed for a name takes the place of a file. First they are
+gathered (`gather`), then placed in the tree in the order of their sequences.
 
 The column `claims` holds what a crash in the middle must not lose, and goes at the end:
 
-    "n" inode             sequence of the claim that made this entry
-    "u" volume, block id  length: a block for which no name was found yet
+    "b" block id            sequence of the best claim for this block
+    "c" sequence, block id  ClaimRow: that claim
+    "n" inode               sequence of the claim that made this entry
+    "u" volume, block id    length: a block for which no name was found yet
 """
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 
 from kvstore.core import paths
 from kvstore.core.errors import InvalidRequest
-from kvstore.core.types import ROOT_INODE, U63_MAX, Address, Seen
+from kvstore.core.types import ROOT_INODE, Address, BlockId, Seen
 from kvstore.master import blocks, journal, policies, tree
 from kvstore.master.change import Change
 from kvstore.master.cluster import Cluster
 from kvstore.master.db import Cf
 from kvstore.master.mkdir import DEFAULT_MODE, make_one
 from kvstore.master.records import (
+    CLAIM,
     PERMISSIONS,
     S_IFREG,
     BlockRow,
@@ -39,10 +43,12 @@ from kvstore.master.records import (
 )
 from kvstore.master.tree import Place, Tree
 
-MAX_CLAIMS: Final = 1024
-"""In one message."""
 STEP: Final = 1024
 """Rows of the column `claims` that one step looks at: some 10 ms."""
+PLACE_STEP: Final = 128
+"""Claims: some 10 ms as well."""
+BEST: Final = b"b"
+CLAIMED: Final = b"c"
 MADE: Final = b"n"
 UNNAMED: Final = b"u"
 
@@ -68,10 +74,12 @@ class Claim(NamedTuple):
 
 class Outcome(enum.Enum):
     NAMED = enum.auto()
-    """The entry lists the block, by this claim or by an earlier one."""
+    """The entry lists the block."""
     WITHOUT_NOTE = enum.auto()
+    CLAIMED = enum.auto()
+    """It will be placed, unless there is a later one of the same block."""
     MALFORMED = enum.auto()
-    """A path that no client can have sent."""
+    """Nothing that a worker of ours can have noted: a path that is none, numbers out of range."""
     KNOWN = enum.auto()
     """Nothing that the database lacks: it knows better."""
     LOST = enum.auto()
@@ -83,42 +91,30 @@ class _Lost(Exception):
     pass
 
 
-def check(claims: Sequence[Claim]) -> None:
-    """Raises InvalidRequest for what no worker of ours sends."""
-    if len(claims) > MAX_CLAIMS:
-        raise InvalidRequest(f"{len(claims)} blocks are too many for one page; at most {MAX_CLAIMS}")
-    for address, _, name in claims:
-        if not 0 < address.length_bytes <= U63_MAX:
-            raise InvalidRequest(f"block {address.block} of {address.length_bytes} bytes: out of range")
-        if name is not None and max(name.at.sequence, abs(name.mtime_ns), abs(name.ctime_ns)) > U63_MAX:
-            raise InvalidRequest(f"the note of block {address.block} is out of range")
+def place_step(change: Change, start: bytes, tally: Counter[Outcome]) -> bytes:
+    """Once all claims are in: entries for the best claim of each block, the earliest first, so that what the tree
+    becomes is a matter of the claims and not of their order. Looks at PLACE_STEP rows, counts in `tally` what came of
+    them; returns where to go on, b"" at the end."""
+    rows = change.scan(Cf.CLAIMS, start or CLAIMED, _after(CLAIMED), PLACE_STEP)
+    for key, value in rows:
+        claim = _claim_of(key, value)
+        assert claim.name is not None
+        row = blocks.read(change, claim.address.block.pack())
+        is_dead = row is not None and row.dead
+        tally[Outcome.DEAD if is_dead else _claimed(change, claim, claim.name, row)] += 1
+    return rows[-1][0] + b"\0" if len(rows) == PLACE_STEP else b""
 
 
-def take(
-    change: Change, cluster: Cluster, node: str, claims: Iterable[Claim], is_ahead: Callable[[Seen], bool]
-) -> Counter[Outcome]:
-    """Entries for the claims of one page, and holders for blocks that have an entry. Any number of times, in any order.
-
-    `is_ahead`: whether the database lacks this point of the history; of what it has it knows the end.
-    """
-    return Counter(_take(change, cluster, node, claim, is_ahead) for claim in claims)
+def claim_key(sequence: int, block: bytes) -> bytes:
+    return CLAIMED + pack_u64(sequence) + block
 
 
-def _take(change: Change, cluster: Cluster, node: str, claim: Claim, is_ahead: Callable[[Seen], bool]) -> Outcome:
-    block = claim.address.block.pack()
-    row = blocks.read(change, block)
-    if row is not None and row.dead:
-        return Outcome.DEAD  # for ever: never owned again (rule 10)
-    outcome = Outcome.WITHOUT_NOTE
-    if claim.name is not None:
-        outcome = _claimed(change, claim, claim.name, row) if is_ahead(claim.name.at) else Outcome.KNOWN
-        row = blocks.read(change, block)
-    if row is None:
-        change.put(Cf.CLAIMS, _unnamed_key(claim.volume, block), pack_u64(claim.address.length_bytes))
-    else:
-        _hold(change, cluster, node, block, row, claim.volume)
-        change.delete(Cf.CLAIMS, _unnamed_key(claim.volume, block))
-    return outcome
+def _claim_of(key: bytes, value: bytes) -> Claim:
+    row, sequence = CLAIM.load(value), unpack_u64(key, 1)
+    name = NotedName(
+        row.path, row.mode, row.uid, row.gid, row.mtime_ns, row.ctime_ns, Seen(row.incarnation, sequence)
+    )  # fmt: skip
+    return Claim(Address(BlockId.unpack(key, 9), row.length_bytes, row.hash), row.volume, name)
 
 
 def _claimed(change: Change, claim: Claim, name: NotedName, row: BlockRow | None) -> Outcome:
@@ -222,7 +218,7 @@ def _withdraw(change: Change, place: Place, entry: NameRow) -> None:
     if row is not None:
         for volume in row.volumes:
             change.delete(Cf.REPLICAS, replica_key(volume, entry.block))
-            change.put(Cf.CLAIMS, _unnamed_key(volume, entry.block), pack_u64(entry.length_bytes))
+            change.put(Cf.CLAIMS, unnamed_key(volume, entry.block), pack_u64(entry.length_bytes))
         change.delete(Cf.BLOCKS, entry.block)
         policies.count(change, row.policy, -row.length_bytes, -1)
     policies.forget(change, policies.own(change, entry.inode), is_dir=False)
@@ -236,7 +232,8 @@ def _withdraw(change: Change, place: Place, entry: NameRow) -> None:
     journal.append(change, "remove", *place, entry.inode, entry)
 
 
-def _hold(change: Change, cluster: Cluster, node: str, block: bytes, row: BlockRow, volume: int) -> None:
+def hold(change: Change, cluster: Cluster, node: str, block: bytes, row: BlockRow, volume: int) -> None:
+    """A volume of the node holds a block that is owned."""
     if volume not in row.volumes:
         mine = [v for v in row.volumes if cluster.homes.get(v) == node]
         blocks.set_holders(change, cluster, node, block, row, [*mine, volume])
@@ -261,7 +258,7 @@ def settle_step(change: Change, cluster: Cluster, start: bytes, unnamed: dict[st
             count, size = unnamed.get(node, Unnamed())
             unnamed[node] = Unnamed(count + 1, size + unpack_u64(length))
         elif not row.dead:
-            _hold(change, cluster, node, block, row, volume)
+            hold(change, cluster, node, block, row, volume)
     return rows[-1][0] + b"\0" if len(rows) == STEP else b""
 
 
@@ -273,7 +270,7 @@ def clear_step(change: Change) -> bool:
     return len(rows) == STEP
 
 
-def _unnamed_key(volume: int, block: bytes) -> bytes:
+def unnamed_key(volume: int, block: bytes) -> bytes:
     return UNNAMED + pack_u64(volume) + block
 
 

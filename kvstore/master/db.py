@@ -193,6 +193,19 @@ class RocksDb:
         except Exception as error:  # noqa: BLE001 - rocksdict raises bare Exceptions
             raise _refused(self.path, error) from None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the end of the log was cut though it may have been acknowledged, and nobody has done anything about
+        it yet."""
+        return (self.path / wal.CUT).exists()
+
+    def forget_cut(self) -> None:
+        """It has been written down in the database that names are to be asked for. Raises Unavailable."""
+        try:
+            (self.path / wal.CUT).unlink(missing_ok=True)
+        except OSError as error:
+            raise self._failed(error) from None
+
     def get(self, cf: Cf, key: bytes) -> bytes | None:
         try:
             value: bytes | None = self._columns[cf].get(key)

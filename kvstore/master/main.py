@@ -11,11 +11,9 @@ from pathlib import Path
 import uvloop
 
 from kvstore.config import Config, MasterConfig
-from kvstore.master.commit import Committer
 from kvstore.master.db import RocksDb
 from kvstore.master.master import Settings
-from kvstore.master.metrics import MasterMetrics
-from kvstore.master.rebuild import Wanted
+from kvstore.master.rebuild import MEND, Wanted
 from kvstore.master.records import JournalLimits
 from kvstore.master.running import Running
 from kvstore.obs import notify
@@ -57,17 +55,21 @@ async def _run(config: MasterConfig, runtime: Runtime, db: RocksDb, wanted: Want
         free_bytes=lambda: shutil.disk_usage(db.path).free,
         reserve_bytes=config.free_reserve_bytes,
         scan_interval_s=config.scan_interval_s,
-        wanted=wanted,
+        wanted=wanted or (MEND if db.is_cut else None),
     )
+    db.forget_cut()
     http: HttpServer | None = None
     try:
         server = await running.serve(config.listen)
-        http, http_endpoint = await http_serve(config.http_address, _routes(running.metrics, running.committer))
+        http, http_endpoint = await http_serve(config.http_address, _routes(running))
         await server.set_serving(True)
-        cluster = running.master.cluster_id
-        log.info("ready: gRPC at %s, HTTP at %s, cluster %s", server.endpoint, http_endpoint, cluster)
-        notify.ready(endpoint=server.endpoint, http=http_endpoint, cluster=cluster)
-        await _until_stopped(running)
+        # Its workers may come: what is started after us waits for this word.
+        notify.ready(endpoint=server.endpoint, http=http_endpoint, cluster=running.master.cluster_id)
+        announcement = asyncio.create_task(_announce(running, runtime, server.endpoint, http_endpoint))
+        try:
+            await _until_stopped(running)
+        finally:
+            await stop_all(announcement)
     finally:
         await running.stop()
         if http is not None:
@@ -79,12 +81,28 @@ def settings_of(config: MasterConfig) -> Settings:
     return Settings(config.tick_s, config.dead_ticks, config.forget_after_s, journal)
 
 
-def _routes(metrics: MasterMetrics, committer: Committer) -> dict[str, Route]:
+async def _announce(running: Running, runtime: Runtime, endpoint: str, http_endpoint: str) -> None:
+    """Say that it is ready, once it refuses no client any more."""
+    master, where = running.master, f"gRPC at {endpoint}, HTTP at {http_endpoint}"
+    if (refused := master.refusal()) is not None:
+        log.info("listening for workers: %s; %s", where, refused)
+    while master.refusal() is not None:
+        await runtime.sleep(master.settings.tick_s / 4)
+    log.info("ready: %s, cluster %s", where, master.cluster_id)
+
+
+def _routes(running: Running) -> dict[str, Route]:
+    master, committer = running.master, running.committer
+
     def failure() -> str | None:
         return committer.failure.message if committer.failure else None
 
+    def not_ready() -> str | None:
+        refused = master.refusal()
+        return failure() or (refused.message if refused else None)
+
     # A damaged database is no reason to take readers their master: the metric, the log and `kvstore report` tell.
-    return health_routes(metrics.metrics, failure, failure)
+    return health_routes(running.metrics.metrics, failure, not_ready)
 
 
 async def _until_stopped(running: Running) -> None:

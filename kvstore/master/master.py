@@ -13,11 +13,11 @@ import functools
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from kvstore.core import paths
-from kvstore.core.errors import InvalidRequest, KvError, NotDirectory
-from kvstore.core.limits import MAX_BATCH, MAX_BLOCK_BYTES
+from kvstore.core.errors import KvError, NotDirectory, Unavailable
+from kvstore.core.limits import MAX_BATCH
 from kvstore.core.types import Entry
 from kvstore.master import blocks, journal, lookup, recount, reports
 from kvstore.master.change import Change
@@ -34,7 +34,7 @@ from kvstore.master.policies import Wanted
 from kvstore.master.policies import every as every_policy
 from kvstore.master.publish import Published, Transaction, publish
 from kvstore.master.quotas import Quotas
-from kvstore.master.rebuild import Rebuild, Step
+from kvstore.master.rebuild import Rebuild, Step, distrust
 from kvstore.master.rebuild import Wanted as Rebuilding
 from kvstore.master.records import (
     COUNTERS,
@@ -42,16 +42,16 @@ from kvstore.master.records import (
     META_COUNTERS,
     ClusterRow,
     Counters,
-    JournalLimits,
     PolicyRow,
     dump,
 )
 from kvstore.master.remove import Kind, remove
 from kvstore.master.rename import Move, rename
 from kvstore.master.reports import Report
-from kvstore.master.rows import each
+from kvstore.master.rows import check_batch, each
 from kvstore.master.setattr import set_attributes
 from kvstore.master.setpolicy import Holding, Told, every, holding, set_policy
+from kvstore.master.settings import Settings as Settings
 from kvstore.master.space import Space
 from kvstore.master.told import Beat, Registration, check_beat, check_volumes
 from kvstore.master.upkeep import Upkeep
@@ -62,14 +62,6 @@ T = TypeVar("T")
 
 LIST_PAGE: Final = 1024
 """Names a page: a page of the longest names fits into a message four times over, and takes the loop for about 5 ms."""
-
-
-class Settings(NamedTuple):
-    tick_s: float = 1.0
-    dead_ticks: int = 5
-    forget_after_s: float = 86_400.0
-    journal: JournalLimits = JournalLimits(1_000_000, 1 << 30)
-    max_block_bytes: int = MAX_BLOCK_BYTES
 
 
 class Master:
@@ -96,22 +88,23 @@ class Master:
 
     def lookup(self, base: int, wanted: Sequence[str], node: str = "") -> list[lookup.Row]:
         """`node`: the caller's, whose replicas count even when it is not live."""
-        _check_batch(len(wanted))
-        if self.rebuild is not None:  # not NotFound: a directory that is gone would be gone for good (rule 27)
-            return [self.rebuild.refuse()] * len(wanted)
+        check_batch(len(wanted))
+        refused = self.refusal()
+        if refused is not None:  # not NotFound: a directory that is gone would be gone for good (rule 27)
+            return [refused] * len(wanted)
         rows = lookup.lookup(self.db, self.nodes.seen_by(node), base, wanted)
         self.lookups.count(rows)
         return rows
 
     async def publish(self, base: int, transactions: Sequence[Transaction]) -> list[list[Published] | KvError]:
-        _check_batch(sum(len(t.names) for t in transactions))
-        _check_batch(len(transactions))
+        check_batch(sum(len(t.names) for t in transactions))
+        check_batch(len(transactions))
         return await self._mutate_for_client(lambda change: publish(change, self.nodes.cluster, base, transactions))
 
     async def mkdir(
         self, base: int, wanted: Sequence[str], parents: bool, mode: int, uid: int, gid: int
     ) -> list[Entry | KvError]:
-        _check_batch(len(wanted))
+        check_batch(len(wanted))
 
         def one(change: Change, path: str) -> Entry:
             return mkdir(change, self.nodes.cluster.live, base, path, parents=parents, mode=mode, uid=uid, gid=gid)
@@ -120,7 +113,7 @@ class Master:
 
     async def remove(self, base: int, names: Sequence[tuple[str, Kind, int]]) -> list[KvError | None]:
         """`names`: (path, kind, inode that is meant or 0)."""
-        _check_batch(len(names))
+        check_batch(len(names))
 
         def one(change: Change, name: tuple[str, Kind, int]) -> None:
             remove(change, self.nodes.cluster.live, base, *name)
@@ -128,7 +121,7 @@ class Master:
         return await self._mutate_for_client(lambda change: each(change, names, one), SHRINKS)
 
     async def rename(self, moves: Sequence[Move]) -> list[KvError | None]:
-        _check_batch(len(moves))
+        check_batch(len(moves))
 
         def one(change: Change, move: Move) -> None:
             rename(change, self.nodes.cluster.live, move)
@@ -292,9 +285,12 @@ class Master:
 
     @property
     def notice(self) -> str:
+        """What an operator ought to know; "" when all is well."""
         if self.committer.damage is not None:
             return self.committer.damage
-        return self.rebuild.notice if self.rebuild is not None else self._notice
+        if self.rebuild is not None:
+            return self.rebuild.notice
+        return "; ".join(filter(None, (self._notice, distrust(self.nodes.distrusted))))
 
     def tick(self) -> None:
         """Once a tick: liveness, and a bounded step of upkeep. Nobody waits for it to be durable."""
@@ -312,24 +308,28 @@ class Master:
         if full is not None and full.volume in node.row.volumes:
             at = b""
             while True:
-                at = await self._mutate(functools.partial(_merge, report, full, at), SHRINKS)
+                at = await self._mutate(
+                    functools.partial(reports.merge_step, report=report, full=full, start=at), SHRINKS
+                )
                 if not at:
                     break
 
+        # What a database that lost something does not know may have been published.
+        told = report if self._collects(node) else report._replace(dead=())
+
         def finish(change: Change) -> None:
             # With the fences from before this report: its dead ids lie below its own.
-            reports.apply(change, self.nodes.cluster, report, node.row.volumes)
+            reports.apply(change, self.nodes.cluster, told, node.row.volumes)
             self.nodes.take_report(change, node, report.number, report.digest, report.fences)
 
         await self._mutate(finish, SHRINKS)
 
     async def _answer(self, node: Node, report: Report) -> Answer:
-        is_whole = self.rebuild is None
-        collects, cluster = node.row.collects and is_whole, self.nodes.cluster
+        collects, cluster = self._collects(node), self.nodes.cluster
         held_ids, full_ids = [block for block, _ in report.held], report.full.ids if report.full else ()
         held = reports.judge(self.db, cluster, held_ids, collects, set(report.dead))
         full = reports.judge(self.db, cluster, full_ids, collects)
-        names = names_of(self.db, report.named) if is_whole else Names()
+        names = names_of(self.db, report.named) if self.rebuild is None else Names()
         for block in (*held_ids, *full_ids, *report.nowhere):
             node.relabelled.pop(block, None)
         next_report = node.row.next_report
@@ -338,19 +338,23 @@ class Master:
         return Answer(next_report, False, held, full, orders, names)
 
     async def _orders(self, node: Node) -> Orders:
-        if not node.row.collects or self.rebuild is not None:
+        if not self._collects(node):
             return Orders()
         ids = blocks.unlink_orders(self.db, node.row.volumes, MAX_BATCH)
         if ids:
             await self.committer.durable()
         return Orders(unlink=ids)
 
+    def _collects(self, node: Node) -> bool:
+        """Whether anything of this worker's may be unlinked by our word (rule 16)."""
+        return node.row.collects and self.rebuild is None
+
     def _register(self, change: Change, new: Registration) -> Node:
         sequence, cluster = change.counters.sequence, self.cluster_id
         if self.rebuild is not None:
             sequence, cluster = self.rebuild.base_sequence, cluster or new.cluster
             self.rebuild.prepare(change, new)
-        node = self.nodes.register(change, new, cluster, sequence)
+        node = self.nodes.register(change, new, cluster, sequence, is_mended=self.rebuild is not None)
         if cluster != self.cluster_id:
             log.info("the cluster is %s again, as worker %s says", cluster, new.node)
             self._adopt(change, cluster)
@@ -362,10 +366,15 @@ class Master:
         self.cluster_id = cluster
         change.put(Cf.META, META_CLUSTER, dump(ClusterRow(cluster)))
 
+    def refusal(self) -> Unavailable | None:
+        """Why clients are refused, while names are being taken back."""
+        return self.rebuild.refuse() if self.rebuild is not None and self.rebuild.refuses_clients else None
+
     def _check_whole(self) -> None:
         """Raises Unavailable while names are being taken back."""
-        if self.rebuild is not None:
-            raise self.rebuild.refuse()
+        refused = self.refusal()
+        if refused is not None:
+            raise refused
 
     async def _mutate_for_client(self, decide: Callable[[Change], T], share: float = GROWS) -> T:
         self._check_whole()
@@ -391,12 +400,3 @@ class Master:
         self.nodes.relabel(change.relabelled)
         self.quotas.grew(change.grown)
         self.quotas.refused(change.refused)
-
-
-def _merge(report: Report, full: reports.Full, at: bytes, change: Change) -> bytes:
-    return reports.merge_step(change, report, full, at)
-
-
-def _check_batch(count: int) -> None:
-    if count > MAX_BATCH:
-        raise InvalidRequest(f"{count} rows are too many for one request; at most {MAX_BATCH}")

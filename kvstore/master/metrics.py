@@ -36,6 +36,7 @@ class MasterMetrics:
         nodes, watch = master.nodes, self.metrics.watch
         watch("master_nodes", "Known nodes", lambda: sum(1 for _ in nodes))
         watch("master_nodes_live", "Live nodes", lambda: sum(map(nodes.live, nodes)))
+        watch("master_nodes_not_collected", "Nodes of which nothing is unlinked", lambda: len(nodes.distrusted))
         watch("master_volumes_live", "Volumes in service on live nodes", lambda: len(nodes.cluster.live))
         watch("master_capacity_bytes", "What all live volumes may take", lambda: nodes.space()[0])
         watch("master_used_bytes", "What they have taken", lambda: nodes.space()[1])

@@ -70,6 +70,8 @@ class Nodes:
         self.dead_ticks = dead_ticks
         self._max_block_bytes = max_block_bytes
         self._hidden: Mapping[int, int] = {}
+        self.strangers: dict[str, str] = {}
+        """Worker → the other cluster for which it was refused, since this master started."""
         self.volumes = {unpack_u64(k): VOLUME.load(v) for k, v in _all(reader, Cf.VOLUMES)}
         self._nodes = {k.decode(): Node(k.decode(), NODE.load(v)) for k, v in _all(reader, Cf.NODES)}
         self.cluster = self._view()
@@ -95,6 +97,11 @@ class Nodes:
             return self.cluster.live
         return {**self.cluster.live, **self._replicas(own)}
 
+    @property
+    def distrusted(self) -> list[str]:
+        """Workers that nothing is collected from, in order."""
+        return sorted(node.id for node in self._nodes.values() if not node.row.collects)
+
     def space(self) -> tuple[int, int, int]:
         """(capacity, used, free) bytes of all live volumes."""
         live = self.cluster.live
@@ -105,21 +112,21 @@ class Nodes:
             sum(v.free_bytes for v in states),
         )
 
-    def register(self, change: Change, new: Registration, cluster_id: str, sequence: int) -> Node:
-        """Raises InvalidRequest, Denied for a worker of another cluster, AlreadyExists for ids that live elsewhere."""
+    def register(
+        self, change: Change, new: Registration, cluster_id: str, sequence: int, *, is_mended: bool = False
+    ) -> Node:
+        """`is_mended`: what the worker has seen beyond this database is about to be taken in, or discarded. Raises
+        InvalidRequest, Denied for a worker of another cluster, AlreadyExists for ids that live elsewhere."""
         check_registration(new)
         if new.cluster and new.cluster != cluster_id:
-            raise Denied(
-                f"worker {new.node} belongs to cluster {new.cluster}, this master to {cluster_id}: "
-                "point it at its own master; if this one has lost its disk, start it on an empty directory with "
-                "--rebuild (the names come back) or --discard (they are forgotten)"
-            )
+            raise self._strange(new, cluster_id)
         self._check_addresses(new)
         self._supersede(change, new)
+        self.strangers.pop(new.node, None)
         old = self._nodes.get(new.node)
         if old is None and len(self._nodes) >= MAX_NODES:
             raise InvalidRequest(f"there are {MAX_NODES} nodes already; remove old ones first")
-        node = Node(new.node, self._registered_row(old, new, sequence))
+        node = Node(new.node, self._registered_row(old, new, sequence, is_mended=is_mended))
         node.states = {v.id: v for v in new.volumes}
         node.spoke = True
         self._nodes[new.node] = node
@@ -141,7 +148,10 @@ class Nodes:
         node.counters, node.blocks, node.tiers = beat.counters, beat.blocks, beat.tiers
         node.policies = beat.policies
         if set(ids) != set(node.row.volumes):
-            log.warning("node %s: volumes out of service: %s", node.id, _hex(set(node.row.volumes) - set(ids)))
+            log.warning(
+                "node %s: volumes out of service: %s; what is on them is a miss. Its own log says why: mend or empty "
+                "them, and restart that worker", node.id, _hex(set(node.row.volumes) - set(ids)),
+            )  # fmt: skip
             self.put(change, node, msgspec.structs.replace(node.row, volumes=ids))
         elif was_live != self.live(node):
             log.info("node %s %s", node.id, "stopped" if was_live else "lives again")
@@ -209,6 +219,18 @@ class Nodes:
         journal.append(change, "node", 0, node.id, 0)
         self.cluster = self._view()
 
+    def _strange(self, new: Registration, cluster_id: str) -> Denied:
+        """Each worker of another cluster is logged once: it comes again and again."""
+        error = Denied(
+            f"worker {new.node} belongs to cluster {new.cluster}, this master to {cluster_id or 'none yet'}: "
+            "point it at its own master; if this one has lost its disk, move its data directory away and start it on "
+            "an empty directory with --rebuild (the names come back) or --discard (they are forgotten)"
+        )
+        if self.strangers.get(new.node) != new.cluster and len(self.strangers) < MAX_NODES:
+            self.strangers[new.node] = new.cluster
+            log.warning("refused: %s", error)
+        return error
+
     def _check_addresses(self, new: Registration) -> None:
         """Ids that live elsewhere are refused. A node that only counts as live after the master's restart is no
         evidence: the whole rack may have come back with new addresses.
@@ -243,15 +265,11 @@ class Nodes:
                 rest = [v for v in node.row.volumes if v not in ids]
                 self.put(change, node, msgspec.structs.replace(node.row, volumes=rest))
 
-    def _registered_row(self, old: Node | None, new: Registration, sequence: int) -> NodeRow:
+    def _registered_row(self, old: Node | None, new: Registration, sequence: int, *, is_mended: bool) -> NodeRow:
         recovered = [seen for seen in old.row.recovered if seen in new.seen] if old else []
         ahead = self._is_ahead(new, sequence, recovered)
         if ahead:
-            log.error(
-                "worker %s has seen sequence %d of a history that is not this database's (at %d now): rolled back? "
-                "Nothing of it is collected",
-                new.node, new.sequence, sequence,
-            )  # fmt: skip
+            _say_ahead(new, sequence, is_mended=is_mended)
         fences = _closed(new) if ahead else dict(new.fences)
         fences.setdefault(new.boot, 0)
         merged = self._merge_fences(new.node, old.row if old else None, fences)
@@ -291,6 +309,17 @@ class Nodes:
             boots.update(dict.fromkeys(node.row.fences, node.id))
         homes = {v: row.node for v, row in self.volumes.items()}
         return Cluster(live, homes, fences, boots, self._max_block_bytes, self._hidden)
+
+
+def _say_ahead(new: Registration, sequence: int, *, is_mended: bool) -> None:
+    if is_mended:
+        log.info("worker %s has seen sequence %d, this database is at %d", new.node, new.sequence, sequence)
+    else:
+        log.error(
+            "worker %s has seen sequence %d of a history that is not this database's (at %d now): rolled back? "
+            "Nothing of it is collected until this master is started with --rebuild or --discard",
+            new.node, new.sequence, sequence,
+        )  # fmt: skip
 
 
 def _closed(new: Registration) -> dict[int, int]:

@@ -9,7 +9,7 @@ from kvstore.master import incarnations, rebuild, tree
 from kvstore.master.change import Change
 from kvstore.master.db import Cf, Db
 from kvstore.master.incarnations import Incarnations
-from kvstore.master.rebuild import Wanted
+from kvstore.master.rebuild import Kind, Wanted
 from kvstore.master.records import CLUSTER, FORMAT, META_CLUSTER, META_FORMAT, ClusterRow, dump
 from kvstore.runtime import Runtime
 
@@ -34,7 +34,7 @@ def open_database(
         change.put(Cf.META, META_CLUSTER, dump(ClusterRow(new_cluster_id(runtime))))
         tree.make_root(change)
     wanted = rebuild.begin(change, wanted, runtime.random_u64())
-    if wanted is not None and rebuild.is_empty(change):
+    if wanted is not None and wanted.kind is not Kind.MEND and rebuild.is_empty(change):
         change.put(Cf.META, META_CLUSTER, dump(ClusterRow("")))
     cluster = CLUSTER.load(change.get(Cf.META, META_CLUSTER) or b"").id
     starts = incarnations.begin(change, runtime.random_u64() or 1)

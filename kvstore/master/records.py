@@ -86,6 +86,22 @@ class RebuildRow(Row, frozen=True):
     """rebuild, discard"""
 
 
+class ClaimRow(Row, frozen=True):
+    """What is noted beside a block, while names are taken back: the entry that it may become."""
+
+    path: str
+    mode: int
+    uid: int
+    gid: int
+    mtime_ns: int
+    ctime_ns: int
+    incarnation: int
+    length_bytes: int
+    hash: int
+    volume: int
+    """One that holds it."""
+
+
 class VolumeRow(Row, frozen=True):
     node: str
     tier: str
@@ -200,6 +216,7 @@ NAME = Codec(NameRow)
 INODE = Codec(InodeRow)
 BLOCK = Codec(BlockRow)
 REBUILD = Codec(RebuildRow)
+CLAIM = Codec(ClaimRow)
 VOLUME = Codec(VolumeRow)
 NODE = Codec(NodeRow)
 POLICY = Codec(PolicyRow)

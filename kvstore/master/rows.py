@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from kvstore.core.errors import KvError, Overloaded
+from kvstore.core.errors import InvalidRequest, KvError, Overloaded
+from kvstore.core.limits import MAX_BATCH
 from kvstore.master.change import Change
 
 Q = TypeVar("Q")
 A = TypeVar("A")
+
+
+def check_batch(count: int) -> None:
+    """Raises InvalidRequest for more rows than one request may have."""
+    if count > MAX_BATCH:
+        raise InvalidRequest(f"{count} rows are too many for one request; at most {MAX_BATCH}")
 
 
 def each(change: Change, rows: Iterable[Q], decide: Callable[[Change, Q], A]) -> list[A | KvError]:

@@ -4,7 +4,8 @@ It opens, in silence, over a log that is missing or cut short in the middle of s
 what was synced; it refuses garbage behind the last synced byte, which any power cut may leave. Here both are put right
 (rule 20): *torn end tolerated, hole refused*. Three things tell the two apart: each write has the sequence behind the
 one before it, across all logs; a whole record behind a broken one shows that this is no end; and a `Mark` says how long
-each log was when it was last synced.
+each log was when it was last synced. Behind the mark a last record that is not torn but damaged is cut as well, and
+kept aside (`CUT`).
 
 Format (that of LevelDB): blocks of 32 KiB, in each fragments of {masked crc32c u32, length u16, kind u8, bytes}, none
 across a block's end. A record is one FULL fragment or FIRST, MIDDLE…, LAST; that of a log is a batch: {sequence u64,
@@ -27,6 +28,9 @@ from kvstore.core.limits import KIB
 log = logging.getLogger(__name__)
 
 BLOCK: Final = 32 * KIB
+CUT: Final = "CUT"
+"""Bytes that were cut off a log though somebody may have been told that they are synced: what they said is to be asked
+of the workers. It goes when that has been written down (`rebuild.Kind.MEND`)."""
 REMEDY: Final = (
     "restore the directory from a backup, or move it away and start `kvstore master --rebuild`, "
     "which takes the names back from the workers"
@@ -188,21 +192,65 @@ def _gap(before: str, following: int, name: str, first: int) -> str:
 
 
 def _check_log(directory: Path, name: str, safe: int, *, is_newest: bool) -> _End:
-    """Walk through a log of which `safe` bytes were synced. Bytes behind its last whole record: a torn end, or a
-    hole?"""
+    """Walk through a log of which `safe` bytes were synced. Bytes behind its last whole record: a torn end, damage of
+    what may have been synced, or a hole?"""
     data = (directory / name).read_bytes()
     end = _walk(data, safe if is_newest else len(data))
     if end.whole < len(data):
         if end.whole < safe or end.gap or _goes_on(data, end):
             raise damaged(directory, f"{name} has a hole at byte {end.broken}")
         if is_newest:
-            log.warning(
-                "%s: cut %d bytes behind its last whole record, torn by a power cut most likely; if the drive has "
-                "damaged them instead, changes of the last moment may be lost",
-                name, len(data) - end.whole,
-            )  # fmt: skip
-            os.truncate(directory / name, end.whole)
+            _cut(directory, name, data, end.whole)
     return end
+
+
+def _cut(directory: Path, name: str, data: bytes, whole: int) -> None:
+    """What is no torn write is kept in the file `CUT`, durably, before it goes: the start that looks there may be a
+    later one."""
+    size, is_torn = len(data) - whole, _is_torn(data, whole)
+    if not is_torn:
+        keep(directory / CUT, data[whole:])
+    os.truncate(directory / name, whole)
+    if is_torn:
+        log.warning("%s: cut %d bytes behind its last whole record, a write that was under way", name, size)
+    else:
+        log.warning(
+            "%s: its last %d bytes were damaged and are cut off; they may have been acknowledged, and are kept in %s",
+            name, size, directory / CUT,
+        )  # fmt: skip
+
+
+def keep(path: Path, data: bytes) -> None:
+    """Add to a file, durably, its name included."""
+    with path.open("ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _is_torn(data: bytes, at: int) -> bool:
+    """Whether the bytes from `at` on are the beginning of a record whose rest is not there, or zeros: it was never
+    synced, so nobody was told of it. One that has its length is damaged, and may have been acknowledged."""
+    written = len(data.rstrip(b"\0"))
+    while at < written:
+        start = at + _HEADER.size
+        if start > len(data):
+            return True
+        crc, length, kind = _HEADER.unpack_from(data, at)
+        if not FULL <= kind <= LAST or start + length > at - at % BLOCK + BLOCK:
+            return False
+        piece = _Fragment(kind, start, min(start + length, len(data)), crc)
+        if start + length > len(data):
+            return not _is_intact(data, piece)  # a length that is wrong behind bytes that are all there
+        if not _is_intact(data, piece):
+            return False
+        at = _after(piece.end)
+    return True
 
 
 class _End(NamedTuple):

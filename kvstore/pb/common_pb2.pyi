@@ -163,8 +163,11 @@ class Entries(_message.Message):
     REPLICA_VOLUME_FIELD_NUMBER: _builtins.int
     VOLUMES_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
     block_ids: _builtins.bytes
     """16 bytes each: boot, counter, big-endian"""
+    message: _builtins.str
+    """for people: of the first row whose code is not NotFound; the others say much the same"""
     @_builtins.property
     def code(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """0, or the error's code; the row's other columns are then 0"""
@@ -229,10 +232,11 @@ class Entries(_message.Message):
         replica_volume: _abc.Iterable[_builtins.int] | None = ...,
         volumes: _abc.Iterable[Global___VolumeRef] | None = ...,
         reason: _abc.Iterable[_builtins.str] | None = ...,
+        message: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_hash", b"block_hash", "block_ids", b"block_ids", "block_length_bytes", b"block_length_bytes", "code", b"code", "ctime_ns", b"ctime_ns", "directory", b"directory", "gid", b"gid", "inode", b"inode", "length_bytes", b"length_bytes", "mode", b"mode", "mtime_ns", b"mtime_ns", "reason", b"reason", "replica_count", b"replica_count", "replica_volume", b"replica_volume", "uid", b"uid", "volumes", b"volumes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "block_hash", b"block_hash", "block_ids", b"block_ids", "block_length_bytes", b"block_length_bytes", "code", b"code", "ctime_ns", b"ctime_ns", "directory", b"directory", "gid", b"gid", "inode", b"inode", "length_bytes", b"length_bytes", "message", b"message", "mode", b"mode", "mtime_ns", b"mtime_ns", "reason", b"reason", "replica_count", b"replica_count", "replica_volume", b"replica_volume", "uid", b"uid", "volumes", b"volumes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1223,6 +1223,7 @@ class Counters(_message.Message):
     DEMOTIONS_FIELD_NUMBER: _builtins.int
     DEMOTED_BYTES_FIELD_NUMBER: _builtins.int
     FETCHED_BYTES_FIELD_NUMBER: _builtins.int
+    EXTRA_BYTES_FIELD_NUMBER: _builtins.int
     hits: _builtins.int
     """opens and reads of a block that was here"""
     misses: _builtins.int
@@ -1242,6 +1243,8 @@ class Counters(_message.Message):
     demoted_bytes: _builtins.int
     fetched_bytes: _builtins.int
     """of blocks that were brought from a peer and kept"""
+    extra_bytes: _builtins.int
+    """that files of blocks have come to take beyond their lengths, for their names mostly"""
     def __init__(
         self,
         *,
@@ -1258,10 +1261,11 @@ class Counters(_message.Message):
         demotions: _builtins.int = ...,
         demoted_bytes: _builtins.int = ...,
         fetched_bytes: _builtins.int = ...,
+        extra_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["corruptions", b"corruptions", "demoted_bytes", b"demoted_bytes", "demotions", b"demotions", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "fetched_bytes", b"fetched_bytes", "fetches", b"fetches", "hits", b"hits", "misses", b"misses", "promoted_bytes", b"promoted_bytes", "promotions", b"promotions", "read_bytes", b"read_bytes", "written_bytes", b"written_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["corruptions", b"corruptions", "demoted_bytes", b"demoted_bytes", "demotions", b"demotions", "evicted_bytes", b"evicted_bytes", "evictions", b"evictions", "extra_bytes", b"extra_bytes", "fetched_bytes", b"fetched_bytes", "fetches", b"fetches", "hits", b"hits", "misses", b"misses", "promoted_bytes", b"promoted_bytes", "promotions", b"promotions", "read_bytes", b"read_bytes", "written_bytes", b"written_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
-from kvstore.core.errors import KvError, from_wire
+from kvstore.core.errors import KvError, NotFound, from_wire
 from kvstore.core.types import Address, BlockId, Entry, Replica
 from kvstore.pb import common_pb2 as pb
 
@@ -25,6 +25,7 @@ def encode(rows: Sequence[Row]) -> pb.Entries:
     inodes, modes, uids, gids, lengths, mtimes, ctimes, addresses, _, directories = zip(*entries, strict=True)
     out.code.extend([row.code if isinstance(row, KvError) else 0 for row in rows] if errors else [0] * len(rows))
     out.reason.extend([error.reason for error in errors])
+    out.message = next((error.message for error in errors if not isinstance(error, NotFound)), "")
     out.inode.extend(inodes)
     out.mode.extend(modes)
     out.uid.extend(uids)
@@ -63,6 +64,7 @@ def _decode(message: pb.Entries) -> list[Row]:
     volumes = [Replica(v.id, v.tier, v.node, v.endpoint) for v in message.volumes]
     blocks = iter(_blocks(message, volumes))
     reasons = iter(message.reason)
+    told = next((code for code in message.code if code not in (0, NotFound.code)), 0) if message.message else 0
     columns = zip(
         message.code, message.inode, message.mode, message.uid, message.gid, message.length_bytes,
         message.mtime_ns, message.ctime_ns, message.directory, message.block_count, strict=True,
@@ -71,7 +73,7 @@ def _decode(message: pb.Entries) -> list[Row]:
     for code, inode, mode, uid, gid, length, mtime, ctime, directory, count in columns:
         if code:
             reason = next(reasons)
-            rows.append(from_wire(code, reason, reason))
+            rows.append(from_wire(code, message.message if code == told else reason, reason))
             continue
         address, replicas = next(blocks) if count else (None, ())
         rows.append(Entry(inode, mode, uid, gid, length, mtime, ctime, address, replicas, directory))

@@ -21,6 +21,7 @@ from tests.fuzz.hostile import fuzz, mangled
 
 U64: Final = st.integers(0, U64_MAX)
 U63: Final = st.integers(0, U63_MAX)
+U32: Final = st.integers(0, 2**32 - 1)
 I64: Final = st.integers(-(2**63), 2**63 - 1)
 FINITE: Final = st.floats(allow_nan=False, allow_infinity=False, width=32)
 TEXT: Final = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -43,6 +44,7 @@ ROWS: Final[list[tuple[records.Codec[Any], st.SearchStrategy[Any]]]] = [
     (records.INODE, st.builds(records.InodeRow, U64, TEXT, U64)),
     (records.BLOCK, st.builds(records.BlockRow, U64, st.lists(U64, max_size=3), U64, U64)),
     (records.REBUILD, st.builds(records.RebuildRow, TEXT)),
+    (records.CLAIM, st.builds(records.ClaimRow, TEXT, U64, U64, U64, I64, I64, U64, U64, U64, U64)),
     (records.VOLUME, st.builds(records.VolumeRow, TEXT, TEXT, FINITE)),
     (
         records.NODE,
@@ -97,7 +99,9 @@ def test_a_file_has_the_one_name_of_its_address_or_is_no_block(name: str) -> Non
         assert Address.parse(name).file_name == name
 
 
-NOTES: Final = st.builds(note.Note, TEXT, U64, U64, U64, I64, I64, U64, U64, PACKED, U63, U64)
+TIMES: Final = st.integers(-U63_MAX, U63_MAX)
+PATHS: Final = TEXT.filter(note._is_path)
+NOTES: Final = st.builds(note.Note, PATHS, U32, U32, U32, TIMES, TIMES, U64, U63, PACKED, U63, U64)
 IDENTITIES: Final = st.builds(
     identity.Identity, U64, TEXT, U64, BOOL, st.lists(U64, max_size=4).map(tuple), U64
 )  # fmt: skip

@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import sys
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -56,8 +57,8 @@ class Process:
         return self.process.returncode
 
 
-async def spawn(data: Path, listen: str = "127.0.0.1:0") -> asyncio.subprocess.Process:
-    arguments = ["master", "--listen", listen, "--http", "127.0.0.1:0", "--data", str(data)]
+async def spawn(data: Path, listen: str = "127.0.0.1:0", *more: str) -> asyncio.subprocess.Process:
+    arguments = ["master", "--listen", listen, "--http", "127.0.0.1:0", "--data", str(data), *more]
     return await asyncio.create_subprocess_exec(
         sys.executable, "-m", "kvstore", *arguments, stderr=asyncio.subprocess.PIPE
     )
@@ -116,8 +117,11 @@ async def lookup(link: AsyncLink, paths: Sequence[str]) -> list[entries.Row]:
 
 async def fetch(http: str, path: str) -> tuple[int, str]:
     def get() -> tuple[int, str]:
-        with urllib.request.urlopen(f"http://{http}{path}", timeout=WAIT_S) as reply:
-            return reply.status, reply.read().decode()
+        try:
+            with urllib.request.urlopen(f"http://{http}{path}", timeout=WAIT_S) as reply:
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as reply:
+            return reply.code, reply.read().decode()
 
     return await asyncio.to_thread(get)
 

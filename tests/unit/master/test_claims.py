@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidRequest, NotFound
 from kvstore.core.types import Address, BlockId, Seen
-from kvstore.master import claims
+from kvstore.master import claims, gather
 from kvstore.master.claims import Claim, NotedName, Outcome, Unnamed
 from kvstore.master.db import Cf
 from tests.unit.master.world import World, address, keys, running
@@ -27,11 +28,27 @@ def claim(
     return Claim(address(counter, boot), volume, name)
 
 
-def take(world: World, *page: Claim, node: str = "n1") -> Counter[Outcome]:
+def gathered(world: World, *page: Claim, node: str = "n1") -> Counter[Outcome]:
     change = world.master._change()
-    found = claims.take(change, world.master.nodes.cluster, node, page, lambda seen: seen.incarnation == HISTORY)
+    found = gather.take(change, world.master.nodes.cluster, node, page, lambda seen: seen.incarnation == HISTORY)
     world.committer.write(change)
     return found
+
+
+def place(world: World) -> Counter[Outcome]:
+    """All that was gathered, from the beginning, as after a crash."""
+    change, at, tally = world.master._change(), b"", Counter[Outcome]()
+    while at := claims.place_step(change, at, tally):
+        pass
+    world.committer.write(change)
+    return tally
+
+
+def take(world: World, *page: Claim, node: str = "n1") -> Counter[Outcome]:
+    """One page to its end. What becomes of those that are placed stands in place of `CLAIMED`."""
+    found = gathered(world, *page, node=node)
+    del found[Outcome.CLAIMED]
+    return found + place(world)
 
 
 def settle(world: World) -> dict[str, Unnamed]:
@@ -156,12 +173,29 @@ async def test_what_is_no_path_is_no_name() -> None:
         found = take(w, *(claim(path, i + 1) for i, path in enumerate(wrong)))
         assert found == {Outcome.MALFORMED: len(wrong)}
         assert settle(w) == {"n1": Unnamed(len(wrong), 10 * len(wrong))}
+
+
+async def test_one_bad_claim_does_not_refuse_its_page() -> None:
+    """Its worker would send the page for ever, and the rebuild would not end."""
+    async with running() as w:
+        await w.join()
+        good = claim("good", 9)
+        assert good.name is not None
+        wrong = [
+            Claim(Address(BlockId(7, 1), 0, 1), 1, good.name),
+            Claim(Address(BlockId(7, 2), 1 << 63, 1), 1, None),
+            claim("a", 3, 1 << 63),
+            Claim(address(4), 1, good.name._replace(mtime_ns=-(1 << 63))),
+            Claim(address(5), 1, good.name._replace(ctime_ns=1 << 63)),
+            Claim(address(6), 1, good.name._replace(mode=1 << 32)),
+            Claim(address(7), 1, good.name._replace(path="\ud800")),
+        ]
+        gather.check(wrong)
+        assert take(w, *wrong, good) == {Outcome.MALFORMED: len(wrong), Outcome.NAMED: 1}
+        assert tree(w) == {"good": 9}
+        assert settle(w)["n1"].blocks == len(wrong), "they are kept, as blocks without a note are"
         with pytest.raises(InvalidRequest, match="too many"):
-            claims.check([claim("a", 1)] * 1025)
-        with pytest.raises(InvalidRequest, match="range"):
-            claims.check([Claim(Address(BlockId(7, 1), 0, 1), 1, None)])
-        with pytest.raises(InvalidRequest, match="range"):
-            claims.check([claim("a", 1, 1 << 63)])
+            gather.check([good] * (gather.MAX_CLAIMS + 1))
 
 
 async def test_a_database_that_is_old_knows_better_what_it_has_seen() -> None:
@@ -207,19 +241,58 @@ async def test_what_died_here_stays_dead() -> None:
         settle(w)
 
 
-PATHS = ("a", "b", "a/x", "a/y", "b/x", "b/x/y")
+PATHS = ("a", "b", "a/x", "a/y", "b/x", "b/x/y", "c", "c/../d", "")
+BLOCKS = 4
+CLAIMS = st.builds(claim, st.sampled_from(PATHS) | st.none(), st.integers(1, BLOCKS), st.integers(1, 12))
+"""Two of one block may be from the same moment, and differ."""
 
 
-@given(st.data())
-async def test_the_order_of_claims_does_not_matter(data: st.DataObject) -> None:
-    paths = data.draw(st.lists(st.sampled_from(PATHS), min_size=1, max_size=8))
-    page = [claim(path, i + 1, sequence=i * 10 + 1) for i, path in enumerate(paths)]
-    shuffled = data.draw(st.permutations(page))
-    directories = {path[:at] for path in paths for at, letter in enumerate(path) if letter == "/"}
-    expected = {path: i + 1 for i, path in enumerate(paths) if path not in directories}
+def expected_of(page: Sequence[Claim]) -> dict[str, int]:
+    """The latest name of each block; of those the latest of each path; and no file where a directory is."""
+    latest: dict[int, tuple[int, str]] = {}
+    for told, _, name in page:
+        if name is not None and name.path not in ("", "c/../d"):
+            block = told.block.counter
+            latest[block] = max(latest.get(block, (0, "")), (name.at.sequence, name.path))
+    files = {path: block for block, (_, path) in sorted(latest.items(), key=lambda item: item[1])}
+    return {path: block for path, block in files.items() if not any(other.startswith(f"{path}/") for other in files)}
+
+
+@given(st.lists(CLAIMS, min_size=1, max_size=10), st.data())
+async def test_any_order_of_any_claims_gives_the_same_tree(page: list[Claim], data: st.DataObject) -> None:
+    """Renames, replacements, notes without a path, in pages of any size, some of them told twice."""
+    async with running() as w, running() as other:
+        for world, told in ((w, page), (other, data.draw(st.permutations(page + page[:3])))):
+            await world.join()
+            size = data.draw(st.integers(1, len(page)))
+            for at in range(0, len(told), size):
+                gathered(world, *told[at : at + size])
+            place(world)
+        assert tree(w) == tree(other)
+        names, others = (dict(world.db.scan(Cf.NAMES, b"", None, 100)) for world in (w, other))
+        assert names == others, "directories, attributes and inode numbers included"
+        assert settle(w) == settle(other)
+
+
+@given(st.lists(CLAIMS, min_size=1, max_size=10))
+async def test_the_latest_name_of_a_block_and_the_latest_block_of_a_name(page: list[Claim]) -> None:
+    """Where no two are from the same moment."""
+    assume(len({c.name.at.sequence for c in page if c.name}) == sum(1 for c in page if c.name))
     async with running() as w:
         await w.join()
-        take(w, *shuffled)
+        expected = expected_of(page)
+        take(w, *page)
         assert tree(w) == expected
-        unnamed = settle(w).get("n1", Unnamed())
-        assert unnamed.blocks == len(page) - len(expected)
+        assert settle(w).get("n1", Unnamed()).blocks == len({c.address.block for c in page}) - len(expected)
+
+
+async def test_a_name_that_its_block_left_is_free_for_another_one() -> None:
+    """Whichever of the three is told first."""
+    page = [claim("a", 1, 10), claim("a", 2, 5), claim("c", 1, 30)]
+    for told in itertools.permutations(page):
+        async with running() as w:
+            await w.join()
+            assert gathered(w, *told) == {Outcome.CLAIMED: 3}
+            place(w)
+            assert tree(w) == {"a": 2, "c": 1}
+            settle(w)

@@ -3,13 +3,14 @@ that names the file and what to do. What opens has everything that was synced.""
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvstore.core.errors import Corrupt, Unavailable
+from kvstore.core.errors import Corrupt, Denied, Unavailable
 from kvstore.master import db as db_module
 from kvstore.master import mark, wal
 from kvstore.master.db import Cf, Op, RocksDb
@@ -281,6 +282,60 @@ def test_a_last_record_with_other_bytes_is_cut_off(torn: Path) -> None:
     log, _ = _synced(torn)
     flip(log, -1)
     assert opened(torn) == (102, 102)
+
+
+@pytest.mark.parametrize("at", [0, 3, 4, 5, 6, 7, 50, -1])
+@pytest.mark.parametrize("back", [1, 2, 3])
+def test_a_flipped_byte_behind_the_mark_may_have_been_acknowledged(torn: Path, back: int, at: int) -> None:
+    """In any of the last records, which then is the last one: its header, its bytes, its end."""
+    log, synced = _synced(torn)
+    data = log.read_bytes()
+    bounds = [synced, *(record.end for record in wal._records(data, 0) if record.end > synced)]
+    begin, end = bounds[-back - 1], bounds[-back]
+    shorten(log, len(data) - end)
+    flip(log, begin + at if at >= 0 else at)
+    db = RocksDb(torn)
+    assert damage.rows(db) == (103 - back, 103 - back)
+    db.close()
+    assert (torn / wal.CUT).stat().st_size == end - begin
+    assert _is_cut(torn), "until somebody has done something about it"
+    db = RocksDb(torn)
+    db.forget_cut()
+    db.close()
+    assert not _is_cut(torn)
+
+
+def test_a_write_that_was_under_way_was_not_acknowledged(torn: Path) -> None:
+    """Cut short anywhere, or zeros in place of all of it."""
+    log, synced = _synced(torn)
+    data = log.read_bytes()
+    ends = [record.end for record in wal._records(data, 0) if record.end >= synced]
+    for cut in (*range(synced, synced + 400), *range(synced + 400, len(data), 977)):
+        assert wal._is_torn(data[:cut], max(end for end in ends if end <= cut)), cut
+    log.write_bytes(data[:-1])
+    assert not _is_cut(torn)
+    log.write_bytes(data[: ends[-2]] + bytes(len(data) - ends[-2]))
+    assert not _is_cut(torn)
+
+
+def _is_cut(path: Path) -> bool:
+    db = RocksDb(path)
+    db.close()
+    return db.is_cut
+
+
+def test_what_is_cut_is_kept_before_it_goes(torn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log, _ = _synced(torn)
+    flip(log, -1)
+    size = log.stat().st_size
+
+    def no_room(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(wal, "keep", no_room)
+    with pytest.raises(Denied, match="No space"):
+        RocksDb(torn)
+    assert log.stat().st_size == size
 
 
 def test_what_was_cut_off_stays_away(torn: Path) -> None:

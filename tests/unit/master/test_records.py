@@ -26,6 +26,11 @@ GOLDEN: list[tuple[r.Codec[Any], msgspec.Struct, str]] = [
     ),
     (r.REBUILD, r.RebuildRow("discard"), "0191a764697363617264"),
     (
+        r.CLAIM,
+        r.ClaimRow("a/b", 0o644, 1, 2, -3, 4, 2**64 - 1, 5, 6, 7),
+        "019aa3612f62cd01a40102fd04cfffffffffffffffff050607",
+    ),
+    (
         r.JOURNAL,
         r.JournalRow(10, "mkdir", 1, "d", 5, r.NameRow(5, 0o040755, 0, 0, 0, 1, 1)),
         "01990aa56d6b64697201a164059905cd41ed0000000101c4000000a0c0",
