@@ -3,6 +3,7 @@
 # make check   format, lint, types, import rules, unit and contract tests (a minute or two)
 # make sim     the deterministic simulation: SEEDS=500 FIRST=1, or one seed with its whole trace: SEED=n
 # make chaos   real processes under a verified load, killed, stopped, parted, their disks damaged: MINUTES=5 SEED=n
+#              (each of them sets up first where nobody did: some minutes, with a line now and then)
 # make long    the mount's tests with many more rounds: kills, hand-overs, files, random operations
 # make proto   generated stubs from proto/; leaves no diff
 # make bench   measurements beside the plain directory

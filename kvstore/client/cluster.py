@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 from kvstore.client.deadline import Deadline
 from kvstore.client.flight import AsyncFlight, Flight
@@ -140,10 +141,7 @@ class AsyncCluster:
         await asyncio.gather(*(link.close() for link in links))
 
     def _breaker(self, endpoint: str) -> AsyncBreaker:
-        async def ping(timeout_s: float) -> None:
-            await self.link(endpoint).call(WORKER_STAT, w.WorkerStatRequest(), timeout_s)
-
-        return AsyncBreaker(f"the worker at {endpoint}", [endpoint], ping)
+        return AsyncBreaker(_name(endpoint), [endpoint], partial(_ask, self.link(endpoint)), owner=self)
 
     async def _renew(self, deadline: Deadline) -> ClusterMap:
         if cluster := self._cached.fresh():  # brought while this caller came
@@ -205,10 +203,7 @@ class Cluster:
             link.close()
 
     def _breaker(self, endpoint: str) -> ThreadBreaker:
-        def ping(timeout_s: float) -> None:
-            self.link(endpoint).call(WORKER_STAT, w.WorkerStatRequest(), timeout_s)
-
-        return ThreadBreaker(f"the worker at {endpoint}", [endpoint], ping)
+        return ThreadBreaker(_name(endpoint), [endpoint], partial(_ask_blocking, self.link(endpoint)), owner=self)
 
     def _renew(self, deadline: Deadline) -> ClusterMap:
         if cluster := self._cached.fresh():
@@ -224,3 +219,15 @@ class Cluster:
             gone = [self._links.pop(e) for e in self._links.keys() - endpoints]
         for link in gone:
             link.close()
+
+
+def _name(endpoint: str) -> str:
+    return f"the worker at {endpoint}"
+
+
+async def _ask(link: AsyncLink, timeout_s: float) -> None:
+    await link.call(WORKER_STAT, w.WorkerStatRequest(), timeout_s)
+
+
+def _ask_blocking(link: Link, timeout_s: float) -> None:
+    link.call(WORKER_STAT, w.WorkerStatRequest(), timeout_s)

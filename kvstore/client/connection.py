@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import itertools
 import logging
 import socket
@@ -126,6 +127,11 @@ class AsyncConnection:
         for request_id, future in self._waiting.items():
             if not future.done():
                 future.set_exception(Lost(error.message, request_id not in unsent, error.fault))
+
+    def abandon(self) -> None:
+        """Close it, from whichever thread: nobody will use it again."""
+        with contextlib.suppress(RuntimeError):  # its loop has ended
+            self._loop.call_soon_threadsafe(self.close, Unavailable("the client was dropped"))
 
     def _send(self, request_id: int, data: bytes) -> None:
         if not self.alive:

@@ -24,6 +24,7 @@ from kvstore.client.deadline import Deadline
 from kvstore.client.flight import AsyncFlight
 from kvstore.client.sockets import Answer, Opened, ProbedVolume, SealedBlock, StagedFile, Wanted
 from kvstore.client.sync_local import LocalWorker
+from kvstore.client.weakly import weakly_async
 from kvstore.core import sockproto as sp
 from kvstore.core.errors import Timeout, Unavailable
 from kvstore.core.limits import METADATA_TIMEOUT_S, fetch_timeout_s, store_timeout_s
@@ -45,10 +46,16 @@ class AsyncLocalWorker:
         self._connection: AsyncConnection | None = None
         self._closed = False
         self._connecting: AsyncFlight[AsyncConnection] = AsyncFlight()
-        self.breaker = AsyncBreaker(NAME, [path], self.ping, evidence_s=math.inf)
+        self._weak_ping = weakly_async(self.ping)
+        self.breaker = AsyncBreaker(NAME, [path], self._weak_ping, math.inf, owner=self)
 
     def __repr__(self) -> str:
         return f"<AsyncLocalWorker {self.path} {'connected' if self._connection else 'not connected'}>"
+
+    def __del__(self) -> None:
+        """Dropped without `close`: the loop knows the connection, and would keep it."""
+        if self._connection and self._connection.alive:
+            self._connection.abandon()
 
     async def connect(self, timeout_s: float = DEFAULT_S) -> sp.HelloReply:
         """Connect if it is not; the worker's introduction."""
@@ -174,7 +181,9 @@ class AsyncLocalWorker:
         if self._closed:
             raise Unavailable("the client was closed")
         if self._connection is None or not self._connection.alive:
-            self._connection, self.hello = await AsyncConnection.open(self.path, self._hello(), deadline, self.ping)
+            self._connection, self.hello = await AsyncConnection.open(
+                self.path, self._hello(), deadline, self._weak_ping
+            )
             self._on_hello(self.hello)
         return self._connection
 

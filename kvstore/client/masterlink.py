@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Final, Protocol
 
 from kvstore.core.errors import Timeout
@@ -42,7 +43,7 @@ class AsyncMasterLink:
 
     def __init__(self, link: AsyncFailover, endpoints: Sequence[str]) -> None:
         self._link = link
-        self._breaker = AsyncBreaker(_NAME, endpoints, self._ping)
+        self._breaker = AsyncBreaker(_NAME, endpoints, partial(_ask, link), owner=self)
 
     @property
     def is_away(self) -> bool:
@@ -72,16 +73,13 @@ class AsyncMasterLink:
         """Of the probes; the link is its owner's."""
         await self._breaker.close()
 
-    async def _ping(self, timeout_s: float) -> None:
-        await self._link.call(methods.LOOKUP, _question(), timeout_s)
-
 
 class MasterLink:
     """For threads, see `AsyncMasterLink`."""
 
     def __init__(self, link: Failover, endpoints: Sequence[str]) -> None:
         self._link = link
-        self._breaker = ThreadBreaker(_NAME, endpoints, self._ping)
+        self._breaker = ThreadBreaker(_NAME, endpoints, partial(_ask_blocking, link), owner=self)
 
     @property
     def is_away(self) -> bool:
@@ -107,8 +105,13 @@ class MasterLink:
     def close(self) -> None:
         self._breaker.close()
 
-    def _ping(self, timeout_s: float) -> None:
-        self._link.call(methods.LOOKUP, _question(), timeout_s)
+
+async def _ask(link: AsyncFailover, timeout_s: float) -> None:
+    await link.call(methods.LOOKUP, _question(), timeout_s)
+
+
+def _ask_blocking(link: Failover, timeout_s: float) -> None:
+    link.call(methods.LOOKUP, _question(), timeout_s)
 
 
 def _only_long(error: Timeout) -> Timeout:

@@ -28,6 +28,7 @@ from kvstore.client.connection import (
 from kvstore.client.deadline import Deadline
 from kvstore.client.flight import Flight
 from kvstore.client.sockets import Answer, Opened, ProbedVolume, SealedBlock, StagedFile, Wanted, unreachable
+from kvstore.client.weakly import weakly
 from kvstore.core import sockproto as sp
 from kvstore.core.errors import KvError, Timeout, Unavailable
 from kvstore.core.limits import METADATA_TIMEOUT_S, PING_TIMEOUT_S, SILENCE_S, fetch_timeout_s, store_timeout_s
@@ -57,7 +58,7 @@ class LocalWorker:
         self._all: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._closed = False
         self._pinging: Flight[None] = Flight()
-        self.breaker = ThreadBreaker(NAME, [path], self.ping, evidence_s=math.inf)
+        self.breaker = ThreadBreaker(NAME, [path], weakly(self.ping), math.inf, owner=self)
         fork.watch(self)
 
     def __repr__(self) -> str:

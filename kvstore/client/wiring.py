@@ -27,6 +27,7 @@ from kvstore.client.remote import AsyncRemote, Remote
 from kvstore.client.sync_blocks import Blocks, LocalBlocks, RemoteBlocks
 from kvstore.client.sync_local import LocalWorker
 from kvstore.client.threads import Threads
+from kvstore.client.weakly import weakly
 from kvstore.core.errors import KvError, Unavailable
 from kvstore.core.limits import METADATA_TIMEOUT_S
 from kvstore.core.sockproto import HelloReply
@@ -74,7 +75,7 @@ class AsyncParts:
         self.meta = AsyncMeta(self._master, self.session)
         self.cluster = AsyncCluster(self.meta, self._caller, transport)
         self.remote = AsyncRemote(self.cluster, self.session)
-        self.worker = AsyncLocalWorker(socket_path, self.session, on_hello=self._met) if socket_path else None
+        self.worker = AsyncLocalWorker(socket_path, self.session, on_hello=weakly(self._met)) if socket_path else None
         self.blocks = self._blocks(staging_dir)
         self._starting: AsyncFlight[None] = AsyncFlight()
         self._started = self._closed = False
@@ -160,7 +161,7 @@ class Parts:
         self.meta = Meta(self._master, self.session)
         self.cluster = Cluster(self.meta, self._caller)
         self.remote = Remote(self.cluster, self.session)
-        self.worker = LocalWorker(socket_path, self.session, on_hello=self._met) if socket_path else None
+        self.worker = LocalWorker(socket_path, self.session, on_hello=weakly(self._met)) if socket_path else None
         self.blocks = self._blocks(staging_dir)
         self._starting: Flight[None] = Flight()
         self._started = self._closed = False

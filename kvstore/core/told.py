@@ -31,6 +31,8 @@ class WorkerCounters(NamedTuple):
     demoted_bytes: int = 0
     fetched_bytes: int = 0
     """Of blocks that were brought from a peer and kept."""
+    extra_bytes: int = 0
+    """That files of blocks have come to take on the disk beyond their lengths, for their names mostly."""
 
 
 class Unlinked(NamedTuple):

@@ -73,6 +73,11 @@ class Master:
         """Whether the circuit is open."""
         return self._away
 
+    def check(self) -> None:
+        """Raises Unavailable while the circuit is open: for whoever has work to do first that would be in vain."""
+        if self.is_away:
+            raise Unavailable("the master does not answer; waiting for it to come back")
+
     def shows(self, root: int, path: str) -> None:
         """The directory `root` at this path from the root of the store, from now on called `root`."""
         self._root = self._root_now = root
@@ -195,8 +200,7 @@ class Master:
         return entry._replace(inode=self._root) if entry.inode == self._root_now else entry
 
     async def _ask_once(self, base: int, question: Question[T], timeout_s: float) -> T:
-        if self.is_away:
-            raise Unavailable("the master does not answer; waiting for it to come back")
+        self.check()
         began_s = _now_s()
         try:
             async with asyncio.timeout(timeout_s + PING_PAUSE_S) as wait:

@@ -75,6 +75,7 @@ class Publisher:
     async def _seal_and_publish(
         self, file: LocalFile, mode: PublishMode, key: Key, *, keep_attributes: bool = False
     ) -> tuple[Entry, bool]:
+        self._tree.master.check()  # a seal may hash all of it
         sealed = await self._area.seal(file)
         # Whoever takes over must publish this very block: of two the master may have seen only the first.
         self._saved.touch(file)

@@ -30,6 +30,8 @@ class ChildSpec(NamedTuple):
     argv: tuple[str, ...]
     mount: str = ""
     """The directory on which it mounts the store, if it is a mount: then it is watched."""
+    socket: str = ""
+    """The Unix socket on which it answers, if it is a worker: likewise."""
 
 
 class ChildEnded(Unavailable):

@@ -29,7 +29,7 @@ async def run(config: Config, config_file: str | None) -> None:
 
 
 async def _start(supervisor: Supervisor, config: Config, config_file: str | None) -> None:
-    await supervisor.start_patiently(plan.worker(config_file), START_TIMEOUT_S)
+    await supervisor.start_patiently(plan.worker(config_file, config.worker.socket), START_TIMEOUT_S)
     for spec in plan.mounts(config, config_file):
         supervisor.launch(spec)
     await supervisor.until_ready()

@@ -8,15 +8,15 @@ from kvstore.config import Config, MountPoint
 from kvstore.node.child import ChildSpec
 
 
-def worker(config_file: str | None, name: str = "worker") -> ChildSpec:
-    return ChildSpec(name, ("worker", *_config(config_file)))
+def worker(config_file: str | None, socket: str, name: str = "worker") -> ChildSpec:
+    return ChildSpec(name, ("worker", *_config(config_file)), socket=socket)
 
 
 def mount(
     point: MountPoint, master: str, worker_socket: str, config_file: str | None = None, extra: Sequence[str] = ()
 ) -> ChildSpec:
     argv = ("mount", point.dir, "--master", master, "--worker-socket", worker_socket, "--path", point.path)
-    return ChildSpec(f"mount {point.dir}", (*argv, *_config(config_file), *extra), point.dir)
+    return ChildSpec(f"mount {point.dir}", (*argv, *_config(config_file), *extra), mount=point.dir)
 
 
 def master(config_file: str | None) -> ChildSpec:

@@ -9,13 +9,15 @@ from collections.abc import Mapping
 
 from kvstore.core.errors import KvError
 from kvstore.node.child import Child, ChildSpec
-from kvstore.node.watch import PATIENCE, Patience, watch
+from kvstore.node.mountcheck import WatchedMount
+from kvstore.node.watch import PATIENCE, Patience, Watched, watch
+from kvstore.node.workercheck import WatchedWorker
 
 log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Keeps its children running until `stop`; each restarts alone, a mount also when it does not answer."""
+    """Keeps its children running until `stop`; each restarts alone, mounts and workers also when they do not answer."""
 
     def __init__(self, max_pause_s: float, patience: Patience = PATIENCE) -> None:
         self._max_pause_s, self._patience = max_pause_s, patience
@@ -27,10 +29,8 @@ class Supervisor:
         child = Child(spec, self._max_pause_s, patient=patient)
         self.children.append(child)
         child.start()
-        if spec.mount:
-            self._watches.append(
-                asyncio.create_task(watch(child, spec.mount, self._patience), name=f"watch {spec.name}")
-            )
+        if watched := _watched(spec):
+            self._watches.append(asyncio.create_task(watch(child, watched, self._patience), name=f"watch {spec.name}"))
         return child
 
     async def start(self, spec: ChildSpec, timeout_s: float) -> Mapping[str, str]:
@@ -57,6 +57,12 @@ class Supervisor:
         for child in reversed(self.children):
             await child.stop()
         self.children.clear()
+
+
+def _watched(spec: ChildSpec) -> Watched | None:
+    if spec.mount:
+        return WatchedMount(spec.mount)
+    return WatchedWorker(spec.name, spec.socket) if spec.socket else None
 
 
 def stop_event() -> asyncio.Event:

@@ -51,7 +51,7 @@ async def run(options: Options, announce: Callable[[Store], None]) -> None:
 async def _start(supervisor: Supervisor, options: Options, laid_out: Box) -> Store:
     await supervisor.start(plan.master(str(laid_out.master_config)), START_TIMEOUT_S)
     for node in laid_out.nodes:
-        await supervisor.start(plan.worker(str(node.config), f"worker {node.id}"), START_TIMEOUT_S)
+        await supervisor.start(plan.worker(str(node.config), node.socket, f"worker {node.id}"), START_TIMEOUT_S)
     sockets = tuple(node.socket for node in laid_out.nodes)
     for path, socket in zip(options.mounts, sockets, strict=False):
         await supervisor.start(plan.mount(MountPoint(dir=str(path)), laid_out.url, socket), START_TIMEOUT_S)

@@ -1,114 +1,81 @@
-"""A mount that does not answer is ended, so that it is mounted anew (rule 26).
-
-Whoever asks a mount may hang with it, and then not even SIGKILL helps: the kernel lets a caller wait for an answer to a
-request that the file system process has read. So a child process asks, nobody waits for it longer than the deadline,
-and the connection is aborted before the mount's process is killed: that frees all who hang, the child too.
-"""
+"""A child that does not answer is ended, so that it is started anew (rule 26)."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import logging
-import os
-import subprocess
-from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
-from kvstore.fuse import mountpoint
 from kvstore.node.child import Child
 
 log = logging.getLogger(__name__)
 
-CONNECTIONS: Final = Path("/sys/fs/fuse/connections")
-_MOUNT_TIMEOUT_S: Final = 5.0
-_END_TIMEOUT_S: Final = 0.5
+OVERDUE_S: Final = 2.0
+"""A question that ends so long after its deadline tells of this process only: it was stopped, or the machine was."""
+
+
+class Watched(Protocol):
+    """How a child is asked whether it answers."""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+
+    async def ask(self, deadline_s: float) -> str:
+        """What is wrong with it, said by the deadline; "" when it answers, be it with an error."""
+
+    async def release(self) -> None:
+        """Before it is killed: free whoever hangs in it."""
 
 
 class Patience(NamedTuple):
-    """How a mount is watched. The deadline is longer than any answer of ours takes: a keeper answers EIO after 10 s."""
+    """When a child is ended. The deadline is longer than any answer of ours takes: a keeper answers EIO after 10 s."""
 
     interval_s: float = 5.0
     deadline_s: float = 15.0
     failures: int = 2
-    """In a row, until the mount is ended."""
+    """In a row, until it is ended."""
     again_s: float = 3.0
     """After a failure it is asked again at once: one that has recovered answers in milliseconds."""
+
+    @property
+    def longest_s(self) -> float:
+        """From when it fell silent to its end."""
+        return self.interval_s + self.deadline_s + (self.failures - 1) * self.again_s
 
 
 PATIENCE: Final = Patience()
 
 
-async def watch(child: Child, directory: str, patience: Patience) -> None:
-    """Until cancelled. `directory`: where `child`, while it is ready, has its mount."""
-    directory, failures, pid = mountpoint.absolute(directory), 0, None
+async def watch(child: Child, watched: Watched, patience: Patience) -> None:
+    """Until cancelled. One that is not ready is not asked: how long a start takes depends on what lies on the disks."""
+    failures, pid = 0, None
     while True:
         await asyncio.sleep(0 if failures else patience.interval_s)
         await child.until_ready()
         failures, pid = failures if child.pid == pid else 0, child.pid
-        complaint = await ask(directory, patience.again_s if failures else patience.deadline_s)
-        if child.pid != pid or not child.is_ready:
-            continue  # another one by now: the answer was not about it
+        complaint = await _ask(watched, patience.again_s if failures else patience.deadline_s)
+        if complaint is None or child.pid != pid or not child.is_ready:
+            continue  # nothing is known, or it is another one by now: the answer was not about it
         failures = failures + 1 if complaint else 0
         if complaint:
-            log.warning("mount %s: %s (%d of %d)", directory, complaint, failures, patience.failures)
+            log.warning("%s: %s (%d of %d)", watched.name, complaint, failures, patience.failures)
         if failures >= patience.failures:
-            log.error("mount %s does not answer: ending it, to be mounted anew", directory)
-            await asyncio.to_thread(abort, directory)
+            log.error("%s does not answer: ending it, to be started anew", watched.name)
+            await watched.release()
             child.kill()
             failures = 0
 
 
-async def ask(directory: str, deadline_s: float) -> str:
-    """What is wrong with the mount: no answer, or nobody serves it; "" when it answers, be it with an error."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            "stat", "-f", "--", directory,
-            env={**os.environ, "LC_ALL": "C"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )  # fmt: skip
-    except OSError as error:
-        log.warning("cannot ask mount %s whether it is well: %s", directory, error.strerror)
-        return ""
-    try:
-        async with asyncio.timeout(deadline_s):
-            _, said = await process.communicate()
-    except TimeoutError:
-        return f"no answer within {deadline_s:g} s"
-    finally:
-        await _end(process)
-    return os.strerror(errno.ENOTCONN) if os.strerror(errno.ENOTCONN).encode() in said else ""
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Whether it still runs or not. One that hangs in the kernel ends with the connection."""
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_END_TIMEOUT_S):
-            await process.wait()
-
-
-def abort(directory: str) -> None:
-    """Let all that waits for our mount on `directory` fail. Never touches the mount. Blocks for some milliseconds."""
-    try:
-        there = mountpoint.find(directory)
-        if there is not None and there.fs_type == mountpoint.FS_TYPE:
-            _control_directory(there).joinpath("abort").write_text("1")
-    except (OSError, subprocess.SubprocessError) as error:
-        log.warning("mount %s: its connection cannot be aborted (%s); killing its process must do", directory, error)
-
-
-def _control_directory(mount: mountpoint.Mounted) -> Path:
-    """Of the mount's connection. Where nobody has mounted the kernel's control file system (containers), it is mounted
-    now.
-    """
-    control = CONNECTIONS / mount.device.partition(":")[2]
-    if not control.exists():
-        command = ["mount", "-t", "fusectl", "fusectl", str(CONNECTIONS)]
-        subprocess.run(command, capture_output=True, timeout=_MOUNT_TIMEOUT_S, check=True)
-    return control
+async def _ask(watched: Watched, deadline_s: float) -> str | None:
+    """See `Watched.ask`; None when this process stood still meanwhile, so that nothing is known."""
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    complaint = await watched.ask(deadline_s)
+    late_s = loop.time() - began_s - deadline_s
+    if complaint and late_s > OVERDUE_S:
+        log.warning(
+            "%s: %s, but this process stood still for some %.0f s: asking anew", watched.name, complaint, late_s
+        )
+        return None
+    return complaint

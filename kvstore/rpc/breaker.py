@@ -4,6 +4,8 @@ in the background gets an answer. `AsyncBreaker` for asyncio, `ThreadBreaker` fo
 A call that had less time than `EVIDENCE_S` proves nothing by its timeout, nor one during which others were answered:
 slow is not silent. Nor does the end of a connection (Broken) prove more than that the other side was started again.
 Then a probe decides.
+
+An `owner` that is dropped without `close` takes its probes with it, if `ping` does not hold it.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import math
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
@@ -55,11 +58,13 @@ class _State(enum.Enum):
 
 class _Breaker:
     """What both kinds decide. `name` is for people; `endpoints` are the faults that count; a timeout of a call that had
-    less than `evidence_s`, or in whose last `evidence_s` somebody was answered, is a suspicion. Safe for many threads.
+    less than `evidence_s`, or in whose last `evidence_s` somebody was answered, is a suspicion. Nobody probes once the
+    `owner`, if there is one, was dropped. Safe for many threads.
     """
 
-    def __init__(self, name: str, endpoints: Collection[str], evidence_s: float) -> None:
+    def __init__(self, name: str, endpoints: Collection[str], evidence_s: float, owner: object | None) -> None:
         self._name, self._endpoints, self._evidence_s = name, endpoints, evidence_s
+        self._owner = None if owner is None else weakref.ref(owner)
         self.reset()
 
     def reset(self) -> None:
@@ -91,6 +96,10 @@ class _Breaker:
         """What `call` raises, without a call: for whoever has work to do first that would be in vain."""
         if not self.closed and not insist and self._is_probed():
             raise NotAsked(f"{self._name} did not answer a moment ago; waiting until it does", fault=self._fault)
+
+    @property
+    def _is_dropped(self) -> bool:
+        return self._owner is not None and self._owner() is None
 
     @property
     def _fault(self) -> str:
@@ -159,9 +168,11 @@ class _Breaker:
         raise NotImplementedError
 
     def _judge_probe(self, error: BaseException | None, began_s: float) -> bool:
-        """Whether it was an answer: any but silence is. Our own troubles (no free fd) are neither, and whoever answered
-        another call since it began is slow.
+        """Whether it was the last one, by an answer: any but silence is. Our own troubles (no free fd) are neither, and
+        whoever answered another call since it began is slow.
         """
+        if self._is_dropped:
+            return True
         refused = isinstance(error, Unavailable) and self._is_silence(error)  # else it is the server's own word
         if refused or isinstance(error, Timeout | TimeoutError):
             if refused or (self._heard_s < began_s and not _is_overdue(PROBE_TIMEOUT_S, began_s)):
@@ -196,8 +207,9 @@ class AsyncBreaker(_Breaker):
         endpoints: Collection[str],
         ping: Callable[[float], Awaitable[object]],
         evidence_s: float = EVIDENCE_S,
+        owner: object | None = None,
     ) -> None:
-        super().__init__(name, endpoints, evidence_s)
+        super().__init__(name, endpoints, evidence_s, owner)
         self._ping = ping
         self._task: asyncio.Task[None] | None = None
 
@@ -240,10 +252,15 @@ class ThreadBreaker(_Breaker):
     """For threads; a probe has one of its own while it lasts."""
 
     def __init__(
-        self, name: str, endpoints: Collection[str], ping: Callable[[float], object], evidence_s: float = EVIDENCE_S
+        self,
+        name: str,
+        endpoints: Collection[str],
+        ping: Callable[[float], object],
+        evidence_s: float = EVIDENCE_S,
+        owner: object | None = None,
     ) -> None:
         self._ping = ping
-        super().__init__(name, endpoints, evidence_s)
+        super().__init__(name, endpoints, evidence_s, owner)
 
     def reset(self) -> None:
         super().reset()

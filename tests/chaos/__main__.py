@@ -1,6 +1,7 @@
 """``python -m tests.chaos --minutes N [--seed S]``: real processes, real faults, every byte compared.
 
-Ends with 0 when there were no wrong bytes, no hangs, no lost acknowledgements, 1 otherwise, 2 where it cannot run.
+Ends with 0 when there were no wrong bytes, no hangs, no lost acknowledgements, and puts worked that should have worked;
+1 otherwise, 2 where it cannot run.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ def main() -> int:
         return 2
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
+    print(
+        f"chaos: {options.minutes:g} min of faults, seed {options.seed}; "
+        f"the same ones in the same order: make chaos MINUTES={options.minutes:g} SEED={options.seed}",
+        flush=True,
+    )
     root = Path(tempfile.mkdtemp(prefix="kvstore-chaos-"))
     is_good = False
     try:

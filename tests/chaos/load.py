@@ -36,6 +36,8 @@ _OWN_SHARE: Final = 0.4
 """Of the names that are read: the actor's own, which must be as new as its last put."""
 _PAUSE_S: Final = 0.01
 """Between two calls: two cores serve all of it."""
+_REFUSED_PAUSE_S: Final = 0.05
+"""After an error, which may have come in a millisecond: else the run would be about refused calls."""
 _LONGEST_S: Final = 3 * 3600.0
 """A load that nobody stops ends by itself."""
 
@@ -74,6 +76,7 @@ class Actor:
         self._number, self._spec, self._place, self._recorder = number, spec, place, recorder
         self._luck = random.Random(spec.seed * 1000 + number)
         self._turn = 0
+        self._is_refused = False
         self._lengths: dict[str, set[int]] = {}
         self._verbs: dict[Callable[[], None], int] = {
             self._get: 50, self._put: 25, self._put_by_rename: 8, self._exists: 10, self._remove: 4, self._list: 3,
@@ -84,8 +87,9 @@ class Actor:
         verbs, weights = list(self._verbs), list(self._verbs.values())
         while not stop.exists() and time.monotonic() < end_s:
             (verb,) = self._luck.choices(verbs, weights)
+            self._is_refused = False
             verb()
-            time.sleep(_PAUSE_S)
+            time.sleep(_REFUSED_PAUSE_S if self._is_refused else _PAUSE_S)
 
     def _get(self) -> None:
         own = self._luck.random() < _OWN_SHARE
@@ -152,6 +156,7 @@ class Actor:
         self, verb: str, name: str, turn: int, start_s: float, outcome: str, length_bytes: int, target: str = ""
     ) -> str:
         self._write_down(verb, name, turn, start_s, time.monotonic(), outcome, length_bytes, target)
+        self._is_refused |= outcome not in (OK, MISS)
         return outcome
 
     def _write_down(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -41,6 +42,14 @@ class Deed(NamedTuple):
     end_s: float
     done: bool = True
     """False: there was nothing to do it to."""
+    back_s: float = math.inf
+    """When all processes served again."""
+
+    @property
+    def kind(self) -> str:
+        """What was done to what kind of process: ``kill worker``."""
+        target = "worker" if self.target.startswith("node-") else self.target.partition("-")[0]
+        return self.what if target == "all" else f"{self.what} {target}"
 
 
 Action = Callable[[str], AbstractContextManager[str]]
@@ -56,6 +65,8 @@ class Nemesis:
         """Apart, as it depends on what lies on the disks: the order does not."""
         self._start_s = time.monotonic()
         self.deeds: list[Deed] = []
+        self.broken: tuple[str, ...] = ()
+        """What is, at this moment."""
         self._decks: dict[str, list[str]] = {}
         workers = [w.name for w in world.workers]
         processes = ["master", *workers, "mount-a", "mount-b"]
@@ -80,8 +91,7 @@ class Nemesis:
 
     def run(self, seconds: float) -> None:
         """Returns when all is healed, and all processes serve. Raises NotBack."""
-        self._start_s = time.monotonic()
-        end_s = self._start_s + seconds
+        end_s = time.monotonic() + seconds
         longest_s = min(LONGEST_S, max(4 * SHORTEST_S, seconds / ROUNDS))
         cards = [kind for kind in self._actions for _ in range(_OFTEN.get(kind, 1))]
         while time.monotonic() < end_s:
@@ -98,7 +108,7 @@ class Nemesis:
 
     def _round(self, kinds: set[str], longest_s: float) -> None:
         """These at the same time, on different targets; healed in turn, and then all have to come back."""
-        targets: list[str] = []
+        targets, first = list[str](), len(self.deeds)
         length_s = self._luck.uniform(SHORTEST_S, _BRIEF_S if kinds <= _BRIEF else longest_s)
         with ExitStack() as stack:
             for kind in sorted(kinds):
@@ -108,7 +118,10 @@ class Nemesis:
                     targets.append(target)
                     stack.enter_context(self._deed(kind, target, action))
             time.sleep(length_s)
+        self.broken = ("waiting for all to serve again",)
         self._world.back()
+        self.broken, back_s = (), time.monotonic()
+        self.deeds[first:] = [deed._replace(back_s=back_s) for deed in self.deeds[first:]]
 
     @contextmanager
     def _deed(self, kind: str, target: str, action: Action) -> Iterator[None]:
@@ -119,6 +132,8 @@ class Nemesis:
             except disks.NotDone as why:
                 detail, done = f"not done: {why}", False
             self._log(f"{kind} {target} {detail}")
+            if done:
+                self.broken += (f"{kind} {target}",)
             yield
         end_s = time.monotonic()
         self._log(f"{kind} {target} over after {end_s - start_s:.1f} s")

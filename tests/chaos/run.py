@@ -11,9 +11,11 @@ from typing import Final, NamedTuple
 from kvstore import Client
 from kvstore.client.messages import Event
 from tests.chaos import record
+from tests.chaos.excuses import Puts, puts_of
 from tests.chaos.health import Health, Life, uninterruptible
 from tests.chaos.judge import OF_FILES, Pauses, Verdict, judge, unlike_journal
 from tests.chaos.limits import LONGEST_S, MAY_REMEMBER_S
+from tests.chaos.live import Live, Tally
 from tests.chaos.load import DIRECTORY
 from tests.chaos.nemesis import Deed, Nemesis
 from tests.chaos.record import Call
@@ -45,12 +47,13 @@ class Outcome(NamedTuple):
     longest_stuck_s: dict[str, float]
     quarantined: int
     """Blocks that the workers found damaged, by their logs."""
+    puts: Puts
 
     @property
     def is_good(self) -> bool:
         verdict = self.verdict
         bad = (verdict.wrong, verdict.hangs, verdict.lost, verdict.untyped, self.failures, self.unasked)
-        return not any(bad)
+        return not any(bad) and self.puts.is_good
 
 
 def run(root: Path, seconds: float, seed: int, say: Callable[[str], None]) -> Outcome:
@@ -61,7 +64,8 @@ def run(root: Path, seconds: float, seed: int, say: Callable[[str], None]) -> Ou
         sequence = world.start_load()
         failures: list[str] = []
         nemesis = Nemesis(world, seed, say)
-        with Health(lambda: _pids(world)) as health:
+        live = Live(Tally(lambda: world.records), lambda: nemesis.broken, say)
+        with live, Health(lambda: _pids(world)) as health:
             time.sleep(WARM_UP_S)
             with _noting(failures):
                 nemesis.run(seconds)
@@ -79,7 +83,7 @@ def run(root: Path, seconds: float, seed: int, say: Callable[[str], None]) -> Ou
         quarantined = sum(worker.log.read_text(errors="replace").count(_QUARANTINED) for worker in world.workers)
         verdict = judge(calls, events, f"{DIRECTORY}/", MAY_REMEMBER_S, pauses_of(nemesis.deeds))
         return Outcome(seed, seconds, calls, nemesis.deeds, verdict, failures, unasked, health.lives,
-                       health.longest_stuck_s, quarantined)  # fmt: skip
+                       health.longest_stuck_s, quarantined, puts_of(calls, nemesis.deeds))  # fmt: skip
 
 
 def pauses_of(deeds: list[Deed]) -> Pauses:

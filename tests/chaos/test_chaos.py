@@ -74,9 +74,11 @@ def test_a_short_run_finds_nothing_wrong_and_leaves_nothing(tmp_path: Path) -> N
     hits = re.search(r"read: \d+ gets, (\d+) hits", said)
     assert hits, said
     assert int(hits[1]) > 100
-    done = re.search(r"^done: (.*)$", said, re.MULTILINE)
-    assert done, said
-    assert len(done[1].split(", ")) >= 5, "kinds of faults"
+    done = re.findall(r"^  ([a-z ]+?) +\d+  .+ \(\S+ \d+.*\)$", said, re.MULTILINE)
+    assert len(done) >= 5, f"kinds of faults: {said}"
+    assert re.search(r"^ +\d+\.\d s  -- \d+ calls, .* broken now: ", said, re.MULTILINE), said
+    (seed,) = re.findall(r"^chaos: .* seed (\d+); ", said, re.MULTILINE)
+    assert f"SEED={seed}" in said
     assert left_behind(process.pid, tmp_path) == []
     assert [path.name for path in tmp_path.iterdir()] == ["said"]
 

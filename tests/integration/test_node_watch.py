@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.config import MountPoint
-from kvstore.node import plan, watch
+from kvstore.node import mountcheck, plan
 from kvstore.node.child import Child
 from kvstore.node.supervisor import Supervisor
 from kvstore.node.watch import Patience
@@ -35,10 +35,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(autouse=True)
 def _control_file_system() -> Iterator[None]:
     """The watch mounts it where it is missing; then it goes again."""
-    was_there = os.path.ismount(watch.CONNECTIONS)
+    was_there = os.path.ismount(mountcheck.CONNECTIONS)
     yield
-    if not was_there and os.path.ismount(watch.CONNECTIONS):
-        subprocess.run(["umount", str(watch.CONNECTIONS)], check=True, timeout=10)
+    if not was_there and os.path.ismount(mountcheck.CONNECTIONS):
+        subprocess.run(["umount", str(mountcheck.CONNECTIONS)], check=True, timeout=10)
 
 
 def test_an_abort_frees_who_hangs_in_a_mount(cluster: Cluster, tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_an_abort_frees_who_hangs_in_a_mount(cluster: Cluster, tmp_path: Path) -
         with pytest.raises(Hung):
             asker.join(0.5)
         asker = Asker(os.listdir, mount.path)
-        watch.abort(str(mount.path))
+        mountcheck.abort(str(mount.path))
         with pytest.raises(OSError, match=r"connection abort|not connected"):
             asker.join()
         mount.process.kill()

@@ -13,8 +13,9 @@ from typing import Final
 from tests.sim.planted import PLANTS
 from tests.sim.run import Outcome, freeze, run_seed
 
-PROGRESS_EVERY: Final = 50
+PROGRESS_EVERY_S: Final = 10.0
 STORY_LINES: Final = 60
+MOST_SHOWN: Final = 12
 MAX_PLANT_SEEDS: Final = 200
 
 
@@ -40,21 +41,31 @@ def _options() -> argparse.Namespace:
 
 def _run_many(seeds: range, jobs: int) -> int:
     began_s, outcomes, failed = time.perf_counter(), Counter[str](), list[int]()
+    said_s = began_s
+    print(
+        f"sim: seeds {seeds.start} to {seeds.stop - 1}, each a cluster in virtual time that breaks in its own way; "
+        f"{jobs} at a time",
+        flush=True,
+    )
     with multiprocessing.get_context("spawn").Pool(jobs, freeze) as pool:
         for done, outcome in enumerate(pool.imap_unordered(run_seed, seeds), 1):
             outcomes += outcome.outcomes
             if outcome.error:
                 failed.append(outcome.seed)
                 _show(outcome, outcome.story)
-            if done % PROGRESS_EVERY == 0 or done == len(seeds):
-                print(
-                    f"{done} of {len(seeds)} seeds, {len(failed)} failed, {time.perf_counter() - began_s:.0f} s",
-                    flush=True,
-                )
-    print("calls: " + ", ".join(f"{count} {what}" for what, count in outcomes.most_common(12)))
+            now_s = time.perf_counter()
+            if now_s - said_s >= PROGRESS_EVERY_S or done == len(seeds):
+                said_s = now_s
+                print(f"{now_s - began_s:7.0f} s  {done} of {len(seeds)} seeds, {len(failed)} failed", flush=True)
+    print("calls of clients, and how they ended (a hit: the right bytes; NotFound: a miss), the most frequent ones:")
+    print("  " + ", ".join(f"{count} {what}" for what, count in outcomes.most_common(MOST_SHOWN)))
     if failed:
-        print(f"failed: {' '.join(map(str, sorted(failed)))}; see one by SEED=n")
-    return 1 if failed else 0
+        print(
+            f"BAD: invariants failed with {' '.join(map(str, sorted(failed)))}; see one with its trace: make sim SEED=n"
+        )
+        return 1
+    print("GOOD: all invariants held at every step")
+    return 0
 
 
 def _show(outcome: Outcome, story: list[str]) -> int:

@@ -25,7 +25,8 @@ def test_a_node_runs_its_worker_and_mounts() -> None:
         worker=WorkerConfig(master="kvstore://m:1", socket="/run/w.sock"),
         node=NodeConfig(mounts=[MountPoint(dir="/mnt/a"), MountPoint(dir="/mnt/b", path="/models/b")]),
     )
-    assert plan.worker("f.toml").argv == ("worker", "--config", "f.toml")
+    worker = plan.worker("f.toml", config.worker.socket)
+    assert (worker.argv, worker.socket) == (("worker", "--config", "f.toml"), "/run/w.sock")
     assert [spec.argv for spec in plan.mounts(config, None)] == [
         ("mount", "/mnt/a", "--master", "kvstore://m:1", "--worker-socket", "/run/w.sock", "--path", "/"),
         ("mount", "/mnt/b", "--master", "kvstore://m:1", "--worker-socket", "/run/w.sock", "--path", "/models/b"),

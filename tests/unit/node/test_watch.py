@@ -1,21 +1,20 @@
-"""When a mount is ended because it does not answer, and when not."""
+"""When a child is ended because it does not answer, and when not."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import cast
 
 import pytest
 
-from kvstore.fuse import mountpoint
 from kvstore.node import watch
 from kvstore.node.child import Child
 from kvstore.node.watch import Patience
+
+DEADLINES = Patience(interval_s=0.0, deadline_s=0.2, failures=2, again_s=0.1)
 
 
 class FakeChild:
@@ -32,27 +31,47 @@ class FakeChild:
         self.pid += 1
 
 
-async def watched(
-    answers: str, monkeypatch: pytest.MonkeyPatch, on_ask: Callable[[FakeChild], None] = lambda child: None
-) -> list[str]:
-    """What was done to a mount that gave these answers, one letter each: ``.`` = well, ``x`` = none."""
-    child, given, over = FakeChild(), iter(answers), asyncio.Event()
+class Scripted:
+    """Gives these answers, one letter each: ``.`` = well, ``x`` = none, ``z`` = none, and this process was stopped
+    meanwhile. `given` = the deadlines of the questions.
+    """
 
-    async def ask(directory: str, deadline_s: float) -> str:
-        answer = next(given, "")
+    name = "m"
+
+    def __init__(self, answers: str, child: FakeChild, on_ask: Callable[[FakeChild], None]) -> None:
+        self.over, self.given = asyncio.Event(), list[float]()
+        self._answers, self._child, self._on_ask = iter(answers), child, on_ask
+
+    async def ask(self, deadline_s: float) -> str:
+        answer = next(self._answers, "")
         if not answer:
-            over.set()
+            self.over.set()
             await asyncio.sleep(60)
-        on_ask(child)
-        return "no answer" if answer == "x" else ""
+        self.given.append(deadline_s)
+        self._on_ask(self._child)
+        if answer == "z":
+            time.sleep(deadline_s + 0.3)
+        return "" if answer == "." else "no answer"
 
-    monkeypatch.setattr(watch, "ask", ask)
-    monkeypatch.setattr(watch, "abort", lambda directory: child.done.append(f"abort {directory}"))
-    task = asyncio.create_task(watch.watch(cast("Child", child), "/m", Patience(0.0, 1.0, 2)))
-    await asyncio.wait_for(over.wait(), 10)
+    async def release(self) -> None:
+        self._child.done.append("release")
+
+
+class Seen:
+    """What was done to a child whose answers were these, and the deadlines it was given."""
+
+    def __init__(self, done: list[str], given: list[float]) -> None:
+        self.done, self.given = done, given
+
+
+async def watched(answers: str, on_ask: Callable[[FakeChild], None] = lambda child: None) -> Seen:
+    child = FakeChild()
+    script = Scripted(answers, child, on_ask)
+    task = asyncio.create_task(watch.watch(cast("Child", child), script, DEADLINES))
+    await asyncio.wait_for(script.over.wait(), 10)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    return child.done
+    return Seen(child.done, script.given)
 
 
 @pytest.mark.allow_errors("does not answer")
@@ -61,64 +80,36 @@ async def watched(
     [("....", 0), (".x.x.x", 0), (".xx", 1), ("xxx.", 1), ("xxxx", 2)],
     ids=["well", "never twice in a row", "twice", "a new one begins anew", "twice again"],
 )
-async def test_two_failures_in_a_row_end_it(answers: str, ended: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Aborted first: its process may hang in its own mount."""
-    done = await watched(answers, monkeypatch)
-    assert done == [step for i in range(ended) for step in ("abort /m", f"kill {i + 1}")]
+async def test_two_failures_in_a_row_end_it(answers: str, ended: int) -> None:
+    """Whoever hangs in it is freed first: its process may hang in its own mount."""
+    seen = await watched(answers)
+    assert seen.done == [step for i in range(ended) for step in ("release", f"kill {i + 1}")]
 
 
-async def test_failures_of_a_process_that_died_meanwhile_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failures_of_a_process_that_died_meanwhile_do_not_count() -> None:
     pids = itertools.count(2)
 
     def restart(child: FakeChild) -> None:
         child.pid = next(pids)
 
-    assert await watched("xxxx", monkeypatch, restart) == []
+    assert (await watched("xxxx", restart)).done == []
 
 
-@pytest.fixture
-def stat_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Puts a shell script in the place of ``stat``."""
-
-    def put(script: str) -> None:
-        (tmp_path / "stat").write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "stat").chmod(0o755)
-
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    return put
+async def test_what_came_back_late_because_we_were_stopped_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "OVERDUE_S", 0.1)
+    assert (await watched("zzz.")).done == []
+    assert (await watched("xzz.")).done == [], "nor is it a second failure"
 
 
-@pytest.mark.parametrize(
-    ("script", "complaint"),
-    [
-        ("exit 0", ""),
-        ("echo 'stat: cannot read file system information: Input/output error' >&2; exit 1", ""),
-        ('test "$LC_ALL" = C && echo "stat: $3: Transport endpoint is not connected" >&2; exit 1', "not connected"),
-        ("exec sleep 60", "no answer within 0.3 s"),
-    ],
-    ids=["well", "an error is an answer", "nobody serves it", "hangs"],
-)
-async def test_what_an_answer_says(stat_says: Callable[[str], None], script: str, complaint: str) -> None:
-    stat_says(script)
-    started = time.monotonic()
-    said = await watch.ask("/m", 0.3 if "sleep" in script else 10.0)
-    assert (complaint in said) if complaint else said == ""
-    assert time.monotonic() - started < 5
+@pytest.mark.allow_errors("does not answer")
+async def test_a_late_question_saves_nobody_who_is_silent_to_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "OVERDUE_S", 0.1)
+    seen = await watched("zxx")
+    assert seen.done == ["release", "kill 1"]
+    first, again = DEADLINES.deadline_s, DEADLINES.again_s
+    assert seen.given == [first, first, again]
 
 
-async def test_where_nobody_can_ask_nothing_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert await watch.ask("/m", 1.0) == ""
-
-
-def test_only_the_connection_of_our_own_mount_is_aborted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    info = tmp_path / "mountinfo"
-    info.write_text("1 1 0:41 / /m rw - fuse.kvstore kvstore rw\n2 1 0:42 / /other rw - fuse.sshfs other rw\n")
-    monkeypatch.setattr(mountpoint, "MOUNTINFO", str(info))
-    monkeypatch.setattr(watch, "CONNECTIONS", tmp_path)
-    for minor in ("41", "42"):
-        (tmp_path / minor).mkdir()
-        (tmp_path / minor / "abort").touch()
-    for directory in ("/m", "/other", "/none"):
-        watch.abort(directory)
-    assert [(tmp_path / minor / "abort").read_text() for minor in ("41", "42")] == ["1", ""]
+def test_it_takes_as_long_as_the_documents_say() -> None:
+    """README.md and ARCHITECTURE.md: 23 s."""
+    assert watch.PATIENCE.longest_s == 23
