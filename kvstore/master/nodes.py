@@ -104,8 +104,13 @@ class Nodes:
 
     def space(self) -> tuple[int, int, int]:
         """(capacity, used, free) bytes of all live volumes."""
-        live = self.cluster.live
-        states = [v for node in self._nodes.values() for v in node.states.values() if v.id in live]
+        homes, live = self.cluster.homes, self.cluster.live
+        states = [
+            v
+            for node in self._nodes.values()
+            for v in node.states.values()
+            if v.id in live and homes.get(v.id) == node.id  # a volume may have gone to another node id
+        ]
         return (
             sum(v.capacity_bytes for v in states),
             sum(v.used_bytes for v in states),

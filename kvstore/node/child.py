@@ -19,6 +19,10 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE_S = 0.2
 STEADY_S = 30.0
 """A child that served this long starts over with the shortest pause."""
+DENIED = 7
+"""Exit code of a worker that its master refused (`kvstore.cli.main`)."""
+DENIED_PAUSE_S = 5.0
+"""At most: an operator is about to put the right master there, and waits for the workers."""
 STOP_TIMEOUT_S = 20.0
 """From SIGTERM to SIGKILL: a mount waits up to 10 s for its users before it detaches."""
 
@@ -123,7 +127,7 @@ class Child:
             log.warning("%s ended with code %s; started again in %.1f s", self.spec.name, self.exit_code, pause_s)
             if await self._stopped_within(pause_s):
                 return
-            pause_s = min(pause_s * 2, self._max_pause_s)
+            pause_s = longer(pause_s, self.exit_code, self._max_pause_s)
             self.restarts += 1
 
     async def _run_once(self) -> float:
@@ -159,3 +163,8 @@ class Child:
         self._was_ready = True
         self._ready.set()
         log.info("%s is ready (pid %s)", self.spec.name, self.pid)
+
+
+def longer(pause_s: float, exit_code: int | None, max_pause_s: float) -> float:
+    """The pause after this one."""
+    return min(pause_s * 2, DENIED_PAUSE_S if exit_code == DENIED else max_pause_s)

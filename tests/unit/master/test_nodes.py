@@ -55,6 +55,7 @@ async def test_the_same_address_supersedes_at_once() -> None:
         await w.join(2, endpoint="h1:1", volumes=[volume(1)])
         assert [r.node for r in w.stat("f").replicas] == ["n2"]
         assert not w.master.nodes.live(w.master.nodes.get("n1") or pytest.fail("n1 is gone"))
+        assert w.master.nodes.space() == (GIB, 0, GIB), "its volume counts once"
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.cli.main import EXIT_CODES
 from kvstore.config import Config, MountPoint, NodeConfig, WorkerConfig, load
-from kvstore.core.errors import InvalidRequest, Timeout, Unavailable
+from kvstore.core.errors import Denied, InvalidRequest, Timeout, Unavailable
 from kvstore.node import box, plan
-from kvstore.node.child import Child, ChildEnded, ChildSpec
+from kvstore.node.child import DENIED, DENIED_PAUSE_S, Child, ChildEnded, ChildSpec, longer
 from kvstore.node.notify import NotifySocket, parse
 from kvstore.obs import notify
 
@@ -130,3 +131,12 @@ async def test_a_child_that_never_gets_ready_times_out_and_can_be_stopped(tmp_pa
         await child.wait_ready(0.5)
     await asyncio.wait_for(child.stop(), 30)
     assert child.exit_code is not None
+
+
+def test_a_worker_that_its_master_refuses_comes_back_soon_after_the_right_one_is_there() -> None:
+    assert DENIED == EXIT_CODES[Denied]
+    pauses = [1.0]
+    for _ in range(9):
+        pauses.append(longer(pauses[-1], DENIED, 30.0))
+    assert max(pauses) == DENIED_PAUSE_S
+    assert longer(20.0, 1, 30.0) == 30.0
