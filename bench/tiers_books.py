@@ -54,9 +54,9 @@ class Account(NamedTuple):
     told: int
     """What the worker says is used."""
     came: int
-    """Written by clients and brought from peers."""
+    """Written by clients and brought from peers, and what names beside blocks took."""
     unlinked: int
-    """All reasons together. Moves between tiers are not among them."""
+    """All reasons together, with the names. Moves between tiers are not among them."""
     strangers: int
     """Files that are no replica of any name."""
     absent: int
@@ -127,7 +127,7 @@ def _account(worker: Worker, node: Node, replicas: Mapping[str, int]) -> Account
         node.id,
         on_disk=sum(sum(files(volume).values()) for volume in volumes),
         told=sum(volume.used_bytes for volume in node.volumes),
-        came=node.counters.written_bytes + node.counters.fetched_bytes,
+        came=node.counters.written_bytes + node.counters.fetched_bytes + node.counters.extra_bytes,
         unlinked=unlinked,
         strangers=sum(1 for name in names if name not in replicas),
         absent=sum(count for name, count in replicas.items() if names.count(name) != count),

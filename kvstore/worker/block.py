@@ -45,6 +45,10 @@ class Block:
     """The nearest one that holds for its entry, as the master said; 0 = none."""
     pinned: bool = False
     """Never evicted: its pin holds on its volume (`Pins`)."""
+    extra_bytes: int = 0
+    """What its file takes on the disk beyond its length, as it was last measured, and as the books have it: a page for
+    its name on ext4, an extent block where it is fragmented.
+    """
     noted: bool = False
     """Its name stands beside its bytes, as far as this process knows (rule 22)."""
     shielded_until_s: float = 0.0
@@ -63,5 +67,11 @@ class Block:
         return self.volume.block_path(self.address)
 
     @property
-    def used_bytes(self) -> int:
+    def data_bytes(self) -> int:
+        """Of its content, on a disk: the same at all times and in every volume."""
         return disk_bytes(self.address.length_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """What it has in the books of its volume now."""
+        return self.data_bytes + self.extra_bytes

@@ -22,6 +22,8 @@ class Books:
     held: int = 0
     """Unlinked, but somebody still has it open (rule 8)."""
     quarantine: int = 0
+    naming: int = 0
+    """Given away for names that are being written beside blocks: part of `staging`."""
     slack: int = 0
     """What the file system had free above the floor at the last look, less what was given away since and not yet
     written.
@@ -55,6 +57,17 @@ class Books:
         self.slack += taken - kept
         self.in_motion += kept
 
+    def begin_naming(self, size: int) -> None:
+        """`size` bytes that were given away are for names beside blocks."""
+        self.naming += size
+
+    def end_naming(self, taken: int, more: int) -> None:
+        """A name for which `taken` bytes were given away is written, or not: its block takes `more` than before, less
+        than 0 where a longer one stood there.
+        """
+        self.naming -= taken
+        self.settle(taken, more)
+
     def free_block(self, size: int) -> None:
         """A block was unlinked, and nobody holds it."""
         self.blocks -= size
@@ -77,8 +90,8 @@ class Books:
         self.slack += size
 
     def look(self, disk_free: int, unwritten: int) -> None:
-        """What statvfs said; `unwritten` of what was given away will still be taken from it."""
-        self.slack = disk_free - self.floor - unwritten
+        """What statvfs said; `unwritten` of what files in staging were given will still be taken from it."""
+        self.slack = disk_free - self.floor - unwritten - self.naming
 
     def found_full(self) -> None:
         """The operating system said so: nothing is given away before the next look."""

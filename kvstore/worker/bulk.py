@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 from kvstore.core.errors import Corrupt, InvalidRequest, KvError, Timeout, TooLarge
 from kvstore.core.hashing import BlockHasher
 from kvstore.core.limits import FRAME_BYTES, STALL_TIMEOUT_S, fetch_timeout_s, open_timeout_s
-from kvstore.core.types import Replica
+from kvstore.core.types import Address, Replica
 from kvstore.pb import worker_pb2 as w
 from kvstore.rpc.entries import address_from_pb, address_to_pb
 from kvstore.rpc.metadata import Caller
@@ -23,6 +23,8 @@ from kvstore.worker.seal import Sealer
 from kvstore.worker.sessions import Sessions
 from kvstore.worker.staging import Staging
 from kvstore.worker.store import Store
+from kvstore.worker.verify import FILE_ERRNOS
+from kvstore.worker.volume import Volume
 
 M = TypeVar("M", bound=Message)
 SHIELD_S = 2 * REPORT_INTERVAL_S
@@ -50,6 +52,7 @@ class Bulk:
         replicas = [Replica(r.volume, r.tier, r.node, r.endpoint) for r in request.replicas]
         timeout_s = fetch_timeout_s(address.length_bytes) if replicas else open_timeout_s(address.length_bytes)
         opened = await self._opener.open(address, replicas, timeout_s)
+        volume = self._volume_of(address) if opened.local else None
         hasher = BlockHasher() if end - first == address.length_bytes else None
         reader = _Reader(self._store, self._disk, opened.fd, first, end, hasher)
         try:
@@ -59,7 +62,11 @@ class Bulk:
             if hasher is not None and hasher.digest() != address.hash:
                 await self._opener.doubt(address)
         except OSError as error:
-            raise Corrupt(f"{address}: reading failed: {error.strerror}") from None
+            if volume is None:
+                raise Corrupt(f"{address}: reading failed: {error.strerror}") from None
+            if error.errno in FILE_ERRNOS:  # this file, not its drive: it goes to quarantine if that is so
+                await self._opener.doubt(address)
+            raise self._store.explain(volume, error, f"reading {address}") from None
         finally:
             await reader.close()
         if block := self._store.get(address.block):
@@ -83,6 +90,11 @@ class Bulk:
             return await self._receive(request, session, frames)
         finally:
             self._sessions.leave(session, self._store.runtime.monotonic_s())  # its grace begins
+
+    def _volume_of(self, address: Address) -> Volume | None:
+        """Where the block lies now, None when it went."""
+        block = self._store.get(address.block)
+        return block.volume if block is not None else None
 
     async def _receive(self, request: w.WriteRequest, session: int, frames: AsyncIterator[bytes]) -> w.WriteReply:
         async with self._staging.private(request.length_bytes) as (staged, sink):

@@ -86,6 +86,10 @@ class Counters:
     written_bytes: int = 0
     fetched_bytes: int = 0
     """Of blocks that were brought from a peer and kept."""
+    extra_bytes: int = 0
+    """That files of blocks have come to take beyond their lengths, for their names mostly (`Block.extra_bytes`); less
+    what they have lost of it while they stayed.
+    """
     corruptions: int = 0
     scrubbed_blocks: int = 0
     scrubbed_bytes: int = 0

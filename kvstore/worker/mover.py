@@ -25,7 +25,7 @@ from kvstore.worker.block import Block
 from kvstore.worker.counters import Reason
 from kvstore.worker.disk import Disk, NotAFile
 from kvstore.worker.evict import Evictor
-from kvstore.worker.names import Names
+from kvstore.worker.names import Names, room_bytes
 from kvstore.worker.seal import Sealer
 from kvstore.worker.sink import Sink
 from kvstore.worker.staging import Staging
@@ -203,12 +203,14 @@ class Mover:
             return 0
         block.moving = True
         try:
-            async with self._staging.private_on(target, block.address.length_bytes) as (staged, sink):
+            note = await self._names.beside(block, target)
+            size = block.data_bytes + room_bytes(note)
+            async with self._staging.private_on(target, size) as (staged, sink):
                 sink.guard = partial(self._store.despite_full_disk, target)
                 await self._copy(block, target, sink, is_awaited)
-                await self._names.carry(block, staged.path)
-                path, volume = await self._sealer.move_in(block, staged, sink.state())
-            await self._evictor.unlink_left(path, volume, block.used_bytes)
+                extra_bytes = await self._names.carry(block, note, target, staged.path)
+                left = await self._sealer.move_in(block, staged, sink.state(), extra_bytes)
+            await self._evictor.unlink_left(*left)
             return self._count(block, move)
         except NoSpace:
             pass  # others were quicker: the next plan sees what is left

@@ -20,7 +20,9 @@ MAX_ADMITTED: Final = 4096
 
 
 class _Shelf:
-    """The pins of one volume. `held_bytes` and `waiting_bytes` are bytes on disk."""
+    """The pins of one volume. `held_bytes` and `waiting_bytes` are bytes on disk, without the names beside the blocks:
+    those come and go while a pin holds.
+    """
 
     def __init__(self, volume: Volume, share: float) -> None:
         self.volume, self._share = volume, share
@@ -32,25 +34,25 @@ class _Shelf:
         return block.id in self.held or block.id in self.waiting
 
     def has_room(self, block: Block) -> bool:
-        return self.held_bytes + block.used_bytes <= self.volume.books.capacity * self._share
+        return self.held_bytes + block.data_bytes <= self.volume.books.capacity * self._share
 
     def hold(self, block: Block) -> None:
         block.pinned = True
         self.held.add(block.id)
-        self.held_bytes += block.used_bytes
+        self.held_bytes += block.data_bytes
 
     def wait(self, block: Block) -> None:
         block.pinned = False
         self.waiting[block.id] = block
-        self.waiting_bytes += block.used_bytes
+        self.waiting_bytes += block.data_bytes
 
     def drop(self, block: Block) -> None:
         block.pinned = False
         if block.id in self.held:
             self.held.discard(block.id)
-            self.held_bytes -= block.used_bytes
+            self.held_bytes -= block.data_bytes
         elif self.waiting.pop(block.id, None) is not None:
-            self.waiting_bytes -= block.used_bytes
+            self.waiting_bytes -= block.data_bytes
 
     def admit(self) -> list[Block]:
         """Let waiting ones take hold; returns them."""
@@ -58,9 +60,9 @@ class _Shelf:
         room = self.volume.books.capacity * self._share - self.held_bytes
         passed = 0
         for block in self.waiting.values():
-            if block.used_bytes <= room:
+            if block.data_bytes <= room:
                 admitted.append(block)
-                room -= block.used_bytes
+                room -= block.data_bytes
             else:
                 passed += 1
             if passed == LOOK or len(admitted) == MAX_ADMITTED:

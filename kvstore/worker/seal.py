@@ -15,7 +15,7 @@ from kvstore.filehash import hash_file
 from kvstore.worker import lease
 from kvstore.worker.background import Background
 from kvstore.worker.block import Block
-from kvstore.worker.disk import Disk, FileState, Stamp
+from kvstore.worker.disk import Disk, FileState, Stamp, disk_bytes
 from kvstore.worker.lease import Holders
 from kvstore.worker.staging import PRIVATE, Staged, Staging
 from kvstore.worker.store import Store
@@ -31,6 +31,14 @@ class Claim(NamedTuple):
     hash: int
     size_bytes: int
     mtime_ns: int
+
+
+class Left(NamedTuple):
+    """A file that a move has left behind; `used_bytes` are in its volume's books as a block's."""
+
+    path: str
+    volume: Volume
+    used_bytes: int
 
 
 class Sealer:
@@ -80,16 +88,17 @@ class Sealer:
         block.fetched = True
         return block
 
-    async def move_in(self, block: Block, staged: Staged, state: FileState) -> tuple[str, Volume]:
-        """A private file that holds a copy of a block of this worker takes its place.
+    async def move_in(self, block: Block, staged: Staged, state: FileState, extra_bytes: int) -> Left:
+        """A private file that holds a copy of a block of this worker, and takes `extra_bytes` beyond its length, takes
+        its place.
 
-        Returns the path and the volume of the file that is of no use any more: where the block was, or the copy itself
-        when the block went in the last moment. Raises NotFound when it went before, and like `seal`.
+        Returns what is of no use any more: the file where the block was, or the copy itself when the block went in the
+        last moment. Raises NotFound when it went before, and like `seal`.
         """
         staged.busy = True
-        return await self._background.run(self._move_in(block, staged, state))
+        return await self._background.run(self._move_in(block, staged, state, extra_bytes))
 
-    async def _move_in(self, block: Block, staged: Staged, state: FileState) -> tuple[str, Volume]:
+    async def _move_in(self, block: Block, staged: Staged, state: FileState, extra_bytes: int) -> Left:
         path = staged.volume.block_path(block.address)
         if self._is_over(block):  # another replica of it may have come and lie there by now
             staged.busy = False
@@ -99,11 +108,12 @@ class Sealer:
         except OSError as error:
             staged.busy = False
             raise self._store.explain(staged.volume, error, "renaming a copy to its address") from None
-        self._staging.became_block(staged, block.address.length_bytes)
+        used_bytes = block.data_bytes + extra_bytes
+        self._staging.became_block(staged, used_bytes)
         if self._is_over(block) or not staged.volume.in_service:
-            return path, staged.volume
-        left = block.path, block.volume
-        self._store.move(block, staged.volume, stamp)
+            return Left(path, staged.volume, used_bytes)
+        left = Left(block.path, block.volume, block.used_bytes)
+        self._store.move(block, staged.volume, stamp, extra_bytes)
         return left
 
     def _is_over(self, block: Block) -> bool:
@@ -204,7 +214,7 @@ class Sealer:
             self._give_up(address.block)
             staged.busy = False
             raise self._store.explain(staged.volume, error, "renaming a staging file to its address") from None
-        self._staging.became_block(staged, address.length_bytes)
+        self._staging.became_block(staged, disk_bytes(address.length_bytes))
         if session != PRIVATE:
             self._store.counters.written_bytes += address.length_bytes
         else:

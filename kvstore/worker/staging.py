@@ -269,10 +269,10 @@ class Staging:
         except OSError:  # it is gone all the same, and counts as before
             return fd, staged.counted
 
-    def became_block(self, staged: Staged, length_bytes: int) -> None:
-        """Its file was renamed to an address."""
+    def became_block(self, staged: Staged, used_bytes: int) -> None:
+        """Its file was renamed to an address, and takes so much on the disk."""
         self._forget(staged)
-        staged.volume.books.settle(staged.counted, disk_bytes(length_bytes))
+        staged.volume.books.settle(staged.counted, used_bytes)
 
     async def look(self, volume: Volume) -> None:
         """Bring the books of a volume up to what its files really take and its disk really has.

@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from kvstore.core.errors import KvError, Stale
 from kvstore.core.policies import NONE
@@ -21,11 +21,15 @@ from kvstore.worker.counters import Counters, Reason
 from kvstore.worker.disk import FATAL_ERRNOS, FULL_ERRNOS, Stamp, disk_error
 from kvstore.worker.fences import Fences
 from kvstore.worker.heat import HeatMap
+from kvstore.worker.held import SHORT_ERRNOS
 from kvstore.worker.labels import Labels
-from kvstore.worker.volume import Volume
+from kvstore.worker.volume import Found, FoundBlock, Volume
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+SCAN_RETRY_S: Final = 0.5
+"""Until the directories of a volume are read again, where the worker lacked fds or memory for it."""
 
 
 class Store:
@@ -117,9 +121,21 @@ class Store:
         self.labels.touched(block)
         self.on_touch(block)
 
-    def move(self, block: Block, target: Volume, stamp: Stamp | None) -> None:
-        """Its bytes lie in another volume now, under the same name. The books are the caller's."""
+    def measured(self, block: Block, extra_bytes: int) -> int:
+        """Its file takes so much beyond its length. Returns how much more that is than before, for the books, which are
+        the caller's.
+        """
+        more = extra_bytes - block.extra_bytes
+        block.extra_bytes = extra_bytes
+        self.counters.extra_bytes += more
+        return more
+
+    def move(self, block: Block, target: Volume, stamp: Stamp | None, extra_bytes: int = 0) -> None:
+        """Its bytes lie in another volume now, under the same name, and take `extra_bytes` beyond its length there. The
+        books are the caller's.
+        """
         source = block.volume
+        self.measured(block, extra_bytes)
         del self._by_volume[source.id][block.id]
         self._by_volume[target.id][block.id] = block
         block.volume, block.stamp, block.touches = target, stamp, 0
@@ -201,12 +217,12 @@ class Store:
         """Find the blocks of all volumes. A volume that cannot be read fails alone."""
         for volume in self.in_service:
             try:
-                found = await self.runtime.in_thread(volume.scan)
+                found = await self._scanned(volume)
             except OSError as error:
                 self.fail(volume, f"reading its directories: {error.strerror}")
                 continue
-            for address in self._add_found(volume, found.blocks):
-                await self._drop_copy(volume, address)
+            for block in self._add_found(volume, found.blocks):
+                await self._drop_copy(volume, block)
             volume.books.quarantine = found.quarantine.kept_bytes
             self.counters.tiers[volume.tier].unlink_all(Reason.CORRUPT, found.quarantine.unlinked)
         mine = {boot for volume in self.in_service for boot in volume.identity.boots}
@@ -214,18 +230,30 @@ class Store:
         self.heat.all_found()
         self.scanned.set()
 
-    def _add_found(self, volume: Volume, addresses: Iterable[Address]) -> list[Address]:
+    async def _scanned(self, volume: Volume) -> Found:
+        """What lacks to the worker says nothing of the drive: it waits until it has that. Raises OSError."""
+        while True:
+            try:
+                return await self.runtime.in_thread(volume.scan)
+            except OSError as error:
+                if error.errno not in SHORT_ERRNOS:
+                    raise
+                log.warning("%s", disk_error(error, f"{volume.path}: reading its directories, trying again"))
+            await self.runtime.sleep(SCAN_RETRY_S)
+
+    def _add_found(self, volume: Volume, blocks: Iterable[FoundBlock]) -> list[FoundBlock]:
         """Returns those that lie on a faster volume too: a move that a crash cut short."""
         twice = []
-        for address in addresses:
-            if (known := self._blocks.get(address.block)) is None:
-                self._adopt(volume, address)
+        for found in blocks:
+            if (known := self._blocks.get(found.address.block)) is None:
+                self._adopt(volume, found)
             elif known.volume is not volume:  # not one that `adopt` has found while the scan was running
-                twice.append(address)
+                twice.append(found)
         return twice
 
-    async def _drop_copy(self, volume: Volume, address: Address) -> None:
+    async def _drop_copy(self, volume: Volume, found: FoundBlock) -> None:
         """The copy on the slower volume goes, unless the other one is cut short."""
+        address = found.address
         known = self._blocks.get(address.block)
         if known is None:
             return
@@ -239,14 +267,15 @@ class Store:
         path, first, size = known.path, known.volume, known.used_bytes
         self.forget(known)
         first.books.blocks -= size
-        self._adopt(volume, address)
+        self._adopt(volume, found)
         try:
             await self.runtime.in_thread(first.disk.unlink, path)
         except OSError as error:
             self.explain(first, error, "removing half of a block")
 
-    def _adopt(self, volume: Volume, address: Address) -> Block:
-        block = self._enter(address, volume, FOUND, None)
+    def _adopt(self, volume: Volume, found: FoundBlock) -> Block:
+        block = self._enter(found.address, volume, FOUND, None)
+        block.extra_bytes = found.extra_bytes
         self.heat.found(block)
         volume.books.blocks += block.used_bytes
         return block
@@ -262,12 +291,12 @@ class Store:
         """Look for a block by its file name while the scan is still running (rule 2)."""
         for volume in self.in_service:
             try:
-                there = await self.runtime.in_thread(volume.look_up, address)
+                found = await self.runtime.in_thread(volume.look_up, address)
             except OSError as error:
                 self.explain(volume, error, "looking for a block")
                 continue
-            if there and volume.in_service:
-                return self._blocks.get(address.block) or self._adopt(volume, address)
+            if found is not None and volume.in_service:
+                return self._blocks.get(address.block) or self._adopt(volume, found)
         return None
 
 

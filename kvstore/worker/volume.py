@@ -26,7 +26,8 @@ from kvstore.core.errors import InvalidRequest, Unavailable
 from kvstore.core.types import Address
 from kvstore.worker import identity as identities
 from kvstore.worker.books import Books
-from kvstore.worker.disk import Disk, disk_bytes
+from kvstore.worker.disk import FATAL_ERRNOS, Disk, FileState, disk_bytes
+from kvstore.worker.held import SHORT_ERRNOS
 from kvstore.worker.identity import Identity
 from kvstore.worker.settings import VolumeSettings, Watermarks
 
@@ -50,10 +51,18 @@ class Quarantine(NamedTuple):
     """Bytes of each."""
 
 
+class FoundBlock(NamedTuple):
+    address: Address
+    size_bytes: int
+    """Of its file: as its name says, unless that was damaged."""
+    extra_bytes: int
+    """What its file takes beyond its length (`Block.extra_bytes`)."""
+
+
 class Found(NamedTuple):
     """What a look through the directories found."""
 
-    blocks: list[Address]
+    blocks: list[FoundBlock]
     quarantine: Quarantine
 
 
@@ -157,8 +166,10 @@ class Volume:
         return replaced_bytes
 
     def scan(self) -> Found:
-        """Read the directories: no file is opened, a block is what its name says. Blocks; raises OSError."""
-        blocks: list[Address] = []
+        """Read the directories: no file is opened, a block is what its name says, and takes what `stat` says. 100,000
+        blocks are 1.1 s, or 2.5 s when nothing of the file system is in memory. Blocks; raises OSError.
+        """
+        blocks: list[FoundBlock] = []
         for part in FAN_OUT:
             directory = f"{self.path}/blocks/{part}"
             for name in self.disk.names(directory):
@@ -166,8 +177,8 @@ class Volume:
                 if address is None or name[-16:-14] != part:
                     log.warning("%s/%s is not a block; moved to quarantine", directory, name)
                     self.set_aside(f"{directory}/{name}", name)
-                else:
-                    blocks.append(address)
+                elif (found := self._found(address, f"{directory}/{name}")) is not None:
+                    blocks.append(found)
         return Found(blocks, self.trim_quarantine())
 
     def scan_staging(self) -> list[tuple[int, int]]:
@@ -205,14 +216,27 @@ class Volume:
         except FileNotFoundError:
             return 0
 
-    def look_up(self, address: Address) -> bool:
-        """Whether there is a file of this address and of its length, by asking the file system. Blocks; raises
+    def look_up(self, address: Address) -> FoundBlock | None:
+        """The block, if there is a file of this address and of its length, by asking the file system. Blocks; raises
         OSError.
         """
+        found = self._found(address, self.block_path(address))
+        is_whole = found is not None and 0 < found.size_bytes == address.length_bytes
+        return found if is_whole else None
+
+    def _found(self, address: Address, path: str) -> FoundBlock | None:
+        """None when it went. One that cannot be asked, while nothing is wrong with the drive, has no bytes: whoever
+        reads it finds out why.
+        """
         try:
-            return self.disk.stat(self.block_path(address)).size_bytes == address.length_bytes
+            state = self.disk.stat(path)
         except FileNotFoundError:
-            return False
+            return None
+        except OSError as error:
+            if error.errno in (*FATAL_ERRNOS, *SHORT_ERRNOS):
+                raise
+            return FoundBlock(address, 0, 0)
+        return FoundBlock(address, state.size_bytes, extra_bytes(address, state))
 
     def close(self) -> None:
         """Give the lock back."""
@@ -275,12 +299,15 @@ def _mint(path: str, volume_id: int, disk: Disk) -> Identity:
     return identity
 
 
+def extra_bytes(address: Address, state: FileState) -> int:
+    """What the file of a block takes beyond its length (`Block.extra_bytes`)."""
+    return max(0, state.used_bytes - disk_bytes(address.length_bytes))
+
+
 def _parse(name: str) -> Address | None:
+    """None for what names no block. None has a length of 0: an empty file is a name without a block."""
     try:
-        return Address.parse(name)
+        address = Address.parse(name)
     except InvalidRequest:
         return None
-
-
-def block_bytes(addresses: list[Address]) -> int:
-    return sum(disk_bytes(address.length_bytes) for address in addresses)
+    return address if address.length_bytes else None

@@ -89,7 +89,7 @@ class Worker:
         self.verifier = Verifier(runtime, self.store, disk, self.background)
         self.scrubber = Scrubber(self.store, disk, self.verifier, Limits(s.scrub_bytes_per_s, s.scrub_interval_s))
         self.policies = Policies(self.store, self.evictor, self.background)
-        self.names = Names(self.store, disk, self.background, lambda: self.membership.collects)
+        self.names = Names(self.store, disk, self.background, self.room, lambda: self.membership.collects)
         pace = Pace(s.move_bytes_per_s, s.moves_at_a_time)
         self.mover = Mover(
             self.store, disk, self.staging, self.sealer, self.evictor, self.verifier, self.background, pace, self.names

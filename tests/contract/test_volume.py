@@ -21,7 +21,7 @@ from kvstore.worker.held import unlink_watched
 from kvstore.worker.lease import Holders
 from kvstore.worker.opening import open_volumes
 from kvstore.worker.settings import VolumeSettings
-from kvstore.worker.volume import MAX_QUARANTINED, Volume, open_volume
+from kvstore.worker.volume import MAX_QUARANTINED, FoundBlock, Volume, open_volume
 from tests.support import worker_kit as kit
 from tests.support.worker_kit import MIB
 
@@ -90,7 +90,7 @@ def test_the_scan_finds_blocks_and_sets_strangers_aside(volume: Volume) -> None:
     write(f"{volume.path}/blocks/00/notes.txt")
     write(f"{volume.path}/blocks/01/{ADDRESS.file_name}")  # in the wrong directory
     found = volume.scan()
-    assert found.blocks == [ADDRESS]
+    assert found.blocks == [FoundBlock(ADDRESS, 4, 0)]
     assert sorted(os.listdir(f"{volume.path}/quarantine")) == sorted(["notes.txt", ADDRESS.file_name])
     assert found.quarantine.kept_bytes >= 8
 

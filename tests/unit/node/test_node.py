@@ -134,7 +134,7 @@ async def test_a_child_that_never_gets_ready_times_out_and_can_be_stopped(tmp_pa
 
 
 def test_a_worker_that_its_master_refuses_comes_back_soon_after_the_right_one_is_there() -> None:
-    assert DENIED == EXIT_CODES[Denied]
+    assert EXIT_CODES[Denied] == DENIED
     pauses = [1.0]
     for _ in range(9):
         pauses.append(longer(pauses[-1], DENIED, 30.0))

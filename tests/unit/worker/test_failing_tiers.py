@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.core.errors import KvError, NotFound, Unavailable
+from kvstore.core.errors import Corrupt, KvError, NotFound, Unavailable
 from kvstore.core.types import Replica
-from kvstore.worker import room
+from kvstore.pb import worker_pb2 as w
+from kvstore.rpc.entries import address_to_pb
+from kvstore.rpc.metadata import Caller
+from kvstore.worker import room, store
 from kvstore.worker.block import Block
-from kvstore.worker.disk import Disk
+from kvstore.worker.disk import Disk, FileState
 from kvstore.worker.settings import Settings, VolumeSettings
 from kvstore.worker.volume import Volume
 from kvstore.worker.worker import Worker
@@ -228,3 +231,93 @@ async def test_a_drive_that_fails_in_the_middle_of_a_move_costs_its_own_blocks_o
 
 def replica_at(worker: Worker) -> Replica:
     return Replica(1, "ssd", worker.settings.node, worker.endpoint)
+
+
+class Unreadable(Disk):
+    """Reads of an open file fail with `number`."""
+
+    number = 0
+
+    def read(self, fd: int, size_bytes: int, offset: int) -> bytes:
+        if self.number:
+            raise OSError(self.number, os.strerror(self.number))
+        return super().read(fd, size_bytes, offset)
+
+
+async def frames(worker: Worker, block: Block) -> bytes:
+    """As another node reads it."""
+    request = w.ReadRequest(address=address_to_pb(block.address)).SerializeToString()
+    return b"".join([frame async for frame in worker.bulk.read(request, Caller(1, "b", ""))])
+
+
+@pytest.mark.parametrize(("number", "serves"), [(errno.EIO, False), (errno.EBADMSG, True)])
+async def test_a_read_for_another_node_that_fails_says_the_same_of_the_drive(
+    tmp_path: Path, number: int, serves: bool
+) -> None:
+    disk = Unreadable()
+    async with kit.running(settings(tmp_path), disk) as worker:
+        block = await kit.put(worker, b"data")
+        assert await frames(worker, block) == b"data"
+        disk.number = number
+        with pytest.raises(Corrupt):
+            await frames(worker, block)
+        assert block.volume.in_service is serves
+        disk.number = 0
+        if serves:  # it was this file, and only for a moment
+            assert await frames(worker, block) == b"data"
+
+
+class Short(Disk):
+    """The next `times` looks into a directory of blocks fail with `number`."""
+
+    number, times = 0, 0
+
+    def names(self, path: str) -> list[str]:
+        if self.times and "/blocks/" in path:
+            self.times -= 1
+            raise OSError(self.number, os.strerror(self.number), path)
+        return super().names(path)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
+async def test_a_start_that_is_short_of_something_fails_no_volume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(store, "SCAN_RETRY_S", 0.01)
+    async with kit.running(settings(tmp_path)) as worker:
+        block = await kit.put(worker, b"data")
+    disk = Short()
+    disk.number, disk.times = number, 1 if number == errno.EIO else 5
+    async with kit.running(settings(tmp_path), disk) as worker:
+        assert disk.times == 0
+        if number == errno.EIO:
+            assert listed(worker) == ["ssd"]
+        else:
+            assert listed(worker) == ["mem", "ssd"]
+        assert await kit.get(worker, block.address) == b"data"
+
+
+class Unasked(Disk):
+    """Nothing can be said of the file `path`."""
+
+    path, number = "", 0
+
+    def stat(self, path: str) -> FileState:
+        if path == self.path:
+            raise OSError(self.number, os.strerror(self.number), path)
+        return super().stat(path)
+
+
+@pytest.mark.parametrize(("number", "serves"), [(errno.EBADMSG, True), (errno.EIO, False)])
+async def test_a_file_that_cannot_be_measured_says_as_little_of_its_volume(
+    tmp_path: Path, number: int, serves: bool
+) -> None:
+    async with kit.running(settings(tmp_path)) as worker:
+        blocks = [await kit.put(worker, b"data"), await kit.put(worker, b"more")]
+    disk = Unasked()
+    disk.path, disk.number = blocks[0].path, number
+    async with kit.running(settings(tmp_path), disk) as worker:
+        assert listed(worker) == (["mem", "ssd"] if serves else ["mem"])
+        disk.path = ""
+        for block in blocks if serves else ():
+            assert len(await kit.get(worker, block.address)) == 4

@@ -8,11 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from kvstore.core.errors import Corrupt
-from kvstore.core.types import Address, BlockId
+from kvstore.core.types import BlockId
 from kvstore.pb import master_pb2 as m
 from kvstore.worker import names as worker_names
 from kvstore.worker import note as notes
@@ -25,9 +23,6 @@ from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.fake_master import FakeMaster, make, running, split
 from tests.support.worker_kit import MIB
-
-ADDRESS = Address(BlockId(7, 8), 9, 10)
-NOTE = Note("a/é", 0o640, 1, 2, -3, 4, 2**64 - 1, 300, ADDRESS.block.pack(), 9, 10)
 
 
 @pytest.fixture
@@ -92,33 +87,6 @@ def note_of(block: Block) -> Note | None:
 def path_of(block: Block) -> str:
     note = note_of(block)
     return note.path if note else ""
-
-
-# ---- what stands on disk ----
-
-
-def test_the_bytes_on_disk_are_pinned() -> None:
-    golden = "019ba4612fc3a9cd01a00102fd04cfffffffffffffffffcd012cc410000000000000000700000000000000080909"[:-2] + "0a"
-    assert notes.encode(NOTE).hex() == golden
-    assert notes.decode(bytes.fromhex(golden), ADDRESS) == NOTE
-
-
-def test_a_note_with_fields_of_a_newer_version_still_loads() -> None:
-    longer = bytearray(notes.encode(NOTE) + b"\x01")
-    longer[1] += 1
-    assert notes.decode(bytes(longer), ADDRESS) == NOTE
-
-
-@given(st.binary(max_size=100), st.sampled_from([b"", notes.VERSION, notes.VERSION + b"\x9b\xa1a"]))
-@example(b"", b"")
-@example(b"\x90", b"\x02")
-def test_what_is_no_note_is_none(data: bytes, start: bytes) -> None:
-    assert notes.decode(start + data, ADDRESS) is None
-
-
-def test_the_note_of_another_block_is_none() -> None:
-    assert notes.decode(notes.encode(NOTE), Address(BlockId(7, 8), 9, 11)) is None
-    assert notes.decode(notes.encode(NOTE), Address(BlockId(7, 9), 9, 10)) is None
 
 
 # ---- notes are written ----

@@ -14,7 +14,7 @@ from typing import Final
 import pytest
 
 from kvstore.core.errors import Corrupt, KvError, NotFound
-from kvstore.core.types import Address
+from kvstore.core.types import Address, BlockId
 from kvstore.worker.volume import Volume
 from kvstore.worker.worker import Worker
 from tests.support import fake_master
@@ -88,6 +88,19 @@ async def test_a_name_that_promises_other_bytes_is_not_believed(
             await kit.get(worker, wrong)
         assert sum("is corrupt" in r.getMessage() for r in caplog.records) == 1
         assert [p.name for p in kit.files(worker, "quarantine")] == [wrong.file_name]
+
+
+async def test_an_empty_file_is_no_block(tmp_path: Path, address: Address) -> None:
+    """It would be told to a master that takes back names, which refuses the whole page for it."""
+    empty = address._replace(block=BlockId(9, 9), length_bytes=0)
+    path = tmp_path / "volume-a/blocks" / empty.file_name[-16:-14] / empty.file_name
+    path.touch()
+    async with kit.running(kit.settings(tmp_path)) as worker:
+        assert [block.address for block in worker.store.all()] == [address]
+        assert [p.name for p in kit.files(worker, "quarantine")] == [empty.file_name]
+        path.touch()
+        assert volume_of(worker).look_up(empty) is None
+        path.unlink()
 
 
 async def test_a_block_in_the_wrong_directory_is_none(tmp_path: Path, address: Address) -> None:
