@@ -22,14 +22,14 @@ from pathlib import Path
 import uvloop
 
 from kvstore.core.types import Address, BlockId, Replica
-from kvstore.master import tree
-from kvstore.master.change import Change
-from kvstore.master.cluster import Cluster
-from kvstore.master.db import Cf, RocksDb
 from kvstore.master.main import DATABASE_DIRECTORY
-from kvstore.master.mkdir import mkdir
-from kvstore.master.publish import Mode, Name, Transaction, publish
-from kvstore.master.records import (
+from kvstore.master.namespace import tree
+from kvstore.master.namespace.cluster import Cluster
+from kvstore.master.namespace.mkdir import mkdir
+from kvstore.master.namespace.publish import Mode, Name, Transaction, publish
+from kvstore.master.storage.change import Change
+from kvstore.master.storage.db import Cf, RocksDb
+from kvstore.master.storage.records import (
     FORMAT,
     META_CLUSTER,
     META_FORMAT,

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from kvstore import Client
 from kvstore.client.messages import Node
 from kvstore.core.types import Address
-from kvstore.worker.report import REPORT_INTERVAL_S
+from kvstore.worker.reports.report import REPORT_INTERVAL_S
 from tests.support.cluster import Cluster, Worker, wait_until
 
 SAMPLE_S: Final = 0.1

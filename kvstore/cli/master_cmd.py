@@ -11,7 +11,7 @@ from kvstore.config import load
 from kvstore.config.units import parse_duration_s
 from kvstore.core.errors import InvalidRequest
 from kvstore.master import main as master
-from kvstore.master.rebuild import WAIT_S, Kind, Wanted
+from kvstore.master.recovery.rebuild import WAIT_S, Kind, Wanted
 from kvstore.obs import logging as obs_logging
 
 app = new_app()

@@ -11,16 +11,18 @@ import xxhash
 from kvstore.core.errors import InvalidRequest, KvError
 from kvstore.core.told import TierCounters, Unlinked, VolumeState, WorkerCounters
 from kvstore.core.types import TIERS, Seen
-from kvstore.master import claims, publish, remove, reports
-from kvstore.master.journal import Event
-from kvstore.master.names import BlockName
-from kvstore.master.nodes import Node
-from kvstore.master.orders import Answer, Orders
-from kvstore.master.policies import Wanted
-from kvstore.master.quotas import Held
-from kvstore.master.rename import Move
-from kvstore.master.setpolicy import Told
-from kvstore.master.told import Beat, Registration
+from kvstore.master.namespace import publish, remove
+from kvstore.master.namespace.policies import Wanted
+from kvstore.master.namespace.quotas import Held
+from kvstore.master.namespace.rename import Move
+from kvstore.master.namespace.setpolicy import Told
+from kvstore.master.recovery import claims
+from kvstore.master.storage.journal import Event
+from kvstore.master.workers import reports
+from kvstore.master.workers.names import BlockName
+from kvstore.master.workers.nodes import Node
+from kvstore.master.workers.orders import Answer, Orders
+from kvstore.master.workers.told import Beat, Registration
 from kvstore.pb import common_pb2 as c
 from kvstore.pb import master_pb2 as m
 from kvstore.rpc import entries

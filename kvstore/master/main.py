@@ -11,11 +11,11 @@ from pathlib import Path
 import uvloop
 
 from kvstore.config import Config, MasterConfig
-from kvstore.master.db import RocksDb
 from kvstore.master.master import Settings
-from kvstore.master.rebuild import MEND, Wanted
-from kvstore.master.records import JournalLimits
+from kvstore.master.recovery.rebuild import MEND, Wanted
 from kvstore.master.running import Running
+from kvstore.master.storage.db import RocksDb
+from kvstore.master.storage.records import JournalLimits
 from kvstore.obs import notify
 from kvstore.obs.http import HttpServer, Route, health_routes
 from kvstore.obs.http import serve as http_serve

@@ -19,24 +19,29 @@ from kvstore.core import paths
 from kvstore.core.errors import KvError, NotDirectory, Unavailable
 from kvstore.core.limits import MAX_BATCH
 from kvstore.core.types import Entry
-from kvstore.master import blocks, journal, lookup, recount, reports
-from kvstore.master.change import Change
-from kvstore.master.claims import Claim
-from kvstore.master.commit import ALWAYS, GROWS, SHRINKS, Committer
-from kvstore.master.db import Cf, Db
-from kvstore.master.journal import directory_path
-from kvstore.master.mkdir import mkdir
-from kvstore.master.names import Names, names_of
-from kvstore.master.nodes import Node, Nodes
-from kvstore.master.opening import new_cluster_id, open_database
-from kvstore.master.orders import Answer, Orders
-from kvstore.master.policies import Wanted
-from kvstore.master.policies import every as every_policy
-from kvstore.master.publish import Published, Transaction, publish
-from kvstore.master.quotas import Quotas
-from kvstore.master.rebuild import Rebuild, Step, distrust
-from kvstore.master.rebuild import Wanted as Rebuilding
-from kvstore.master.records import (
+from kvstore.master.namespace import blocks, lookup, recount
+from kvstore.master.namespace.mkdir import mkdir
+from kvstore.master.namespace.policies import Wanted
+from kvstore.master.namespace.policies import every as every_policy
+from kvstore.master.namespace.publish import Published, Transaction, publish
+from kvstore.master.namespace.quotas import Quotas
+from kvstore.master.namespace.remove import Kind, remove
+from kvstore.master.namespace.rename import Move, rename
+from kvstore.master.namespace.setattr import set_attributes
+from kvstore.master.namespace.setpolicy import Holding, Told, every, holding, set_policy
+from kvstore.master.recovery.claims import Claim
+from kvstore.master.recovery.opening import new_cluster_id, open_database
+from kvstore.master.recovery.rebuild import Rebuild, Step, distrust
+from kvstore.master.recovery.rebuild import Wanted as Rebuilding
+from kvstore.master.rows import check_batch, each
+from kvstore.master.settings import Settings as Settings
+from kvstore.master.space import Space
+from kvstore.master.storage import journal
+from kvstore.master.storage.change import Change
+from kvstore.master.storage.commit import ALWAYS, GROWS, SHRINKS, Committer
+from kvstore.master.storage.db import Cf, Db
+from kvstore.master.storage.journal import directory_path
+from kvstore.master.storage.records import (
     COUNTERS,
     META_CLUSTER,
     META_COUNTERS,
@@ -45,16 +50,13 @@ from kvstore.master.records import (
     PolicyRow,
     dump,
 )
-from kvstore.master.remove import Kind, remove
-from kvstore.master.rename import Move, rename
-from kvstore.master.reports import Report
-from kvstore.master.rows import check_batch, each
-from kvstore.master.setattr import set_attributes
-from kvstore.master.setpolicy import Holding, Told, every, holding, set_policy
-from kvstore.master.settings import Settings as Settings
-from kvstore.master.space import Space
-from kvstore.master.told import Beat, Registration, check_beat, check_volumes
-from kvstore.master.upkeep import Upkeep
+from kvstore.master.workers import reports
+from kvstore.master.workers.names import Names, names_of
+from kvstore.master.workers.nodes import Node, Nodes
+from kvstore.master.workers.orders import Answer, Orders
+from kvstore.master.workers.reports import Report
+from kvstore.master.workers.told import Beat, Registration, check_beat, check_volumes
+from kvstore.master.workers.upkeep import Upkeep
 from kvstore.runtime import Runtime
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from kvstore import __version__
 from kvstore.master.master import Master
-from kvstore.master.records import PolicyRow
+from kvstore.master.storage.records import PolicyRow
 from kvstore.obs.metrics import Metrics, Sample
 
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from kvstore.core.errors import InvalidRequest, KvError, Overloaded
 from kvstore.core.limits import MAX_BATCH
-from kvstore.master.change import Change
+from kvstore.master.storage.change import Change
 
 Q = TypeVar("Q")
 A = TypeVar("A")

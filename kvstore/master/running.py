@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Final, Protocol
 
 from kvstore.core.errors import KvError, ReadOnly
-from kvstore.master.commit import Committer
-from kvstore.master.db import Db
 from kvstore.master.master import Master, Settings
 from kvstore.master.metrics import MasterMetrics
-from kvstore.master.rebuild import Wanted
-from kvstore.master.scan import Scan, Scanned
+from kvstore.master.recovery.rebuild import Wanted
 from kvstore.master.service import MasterService
+from kvstore.master.storage.commit import Committer
+from kvstore.master.storage.db import Db
+from kvstore.master.storage.scan import Scan, Scanned
 from kvstore.rpc.server import Server, serve, stop_all
 from kvstore.rpc.transport import GRPC, Transport
 from kvstore.runtime import Runtime

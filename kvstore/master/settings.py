@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvstore.core.limits import MAX_BLOCK_BYTES
-from kvstore.master.records import JournalLimits
+from kvstore.master.storage.records import JournalLimits
 
 
 class Settings(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvstore.master.records import PolicyRow
+from kvstore.master.storage.records import PolicyRow
 
 
 class Space(NamedTuple):

@@ -69,7 +69,7 @@ class Throttle(logging.Filter):
 
 
 class TextFormatter(logging.Formatter):
-    """``2026-11-29T13:52:12.123Z INFO worker[812] kvstore.worker.report: sent full=True``."""
+    """``2026-11-29T13:52:12.123Z INFO worker[812] kvstore.worker.reports.report: sent full=True``."""
 
     def __init__(self, component: str) -> None:
         super().__init__()

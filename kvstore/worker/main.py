@@ -18,9 +18,9 @@ from kvstore.obs.http import serve as http_serve
 from kvstore.obs.metrics import Metrics
 from kvstore.runtime import SystemRuntime, raise_fd_limit
 from kvstore.worker import metrics as worker_metrics
-from kvstore.worker.disk import Disk
-from kvstore.worker.opening import open_volumes, start_error
 from kvstore.worker.settings import Settings, VolumeSettings, Watermarks
+from kvstore.worker.volumes.disk import Disk
+from kvstore.worker.volumes.opening import open_volumes, start_error
 from kvstore.worker.worker import Worker
 
 log = logging.getLogger(__name__)

@@ -7,9 +7,9 @@ from typing import Final
 
 from kvstore.obs.metrics import Metrics, Sample
 from kvstore.pb import master_pb2 as m
-from kvstore.worker import told
-from kvstore.worker.counters import TierCounters, Unlinked
-from kvstore.worker.volume import Volume
+from kvstore.worker.blocks.counters import TierCounters, Unlinked
+from kvstore.worker.reports import told
+from kvstore.worker.volumes.volume import Volume
 from kvstore.worker.worker import Worker
 
 Read = Callable[[], Iterable[Sample]]

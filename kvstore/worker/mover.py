@@ -21,17 +21,17 @@ from kvstore.core.limits import MIB
 from kvstore.core.types import TIERS, BlockId
 from kvstore.runtime import P, Runtime
 from kvstore.worker.background import Background
-from kvstore.worker.block import Block
-from kvstore.worker.counters import Reason
-from kvstore.worker.disk import Disk, NotAFile
-from kvstore.worker.evict import Evictor
-from kvstore.worker.names import Names, room_bytes
-from kvstore.worker.seal import Sealer
-from kvstore.worker.sink import Sink
-from kvstore.worker.staging import Staging
-from kvstore.worker.store import Store
-from kvstore.worker.verify import FILE_ERRNOS, Damaged, Verifier
-from kvstore.worker.volume import Volume
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.blocks.counters import Reason
+from kvstore.worker.blocks.store import Store
+from kvstore.worker.blocks.verify import FILE_ERRNOS, Damaged, Verifier
+from kvstore.worker.capacity.evict import Evictor
+from kvstore.worker.reports.names import Names, room_bytes
+from kvstore.worker.volumes.disk import Disk, NotAFile
+from kvstore.worker.volumes.sink import Sink
+from kvstore.worker.volumes.volume import Volume
+from kvstore.worker.writes.seal import Sealer
+from kvstore.worker.writes.staging import Staging
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -17,38 +17,38 @@ from kvstore.rpc.metadata import Caller
 from kvstore.rpc.server import Server, serve, stop_all
 from kvstore.rpc.transport import GRPC, Transport
 from kvstore.runtime import Runtime
-from kvstore.worker import told
 from kvstore.worker.background import Background
-from kvstore.worker.bulk import Bulk
-from kvstore.worker.counters import Counters
-from kvstore.worker.disk import Disk
-from kvstore.worker.evict import Evictor
-from kvstore.worker.fdsocket import FdServer
-from kvstore.worker.fences import Fences
-from kvstore.worker.fetch import Fetcher
-from kvstore.worker.growth import Growth
-from kvstore.worker.heartbeat import MakeNerve, own_thread
-from kvstore.worker.heatfile import HeatFile
-from kvstore.worker.held import PROBE_INTERVAL_S, HeldFiles
-from kvstore.worker.mastersync import MasterSync
-from kvstore.worker.membership import Membership
+from kvstore.worker.blocks.counters import Counters
+from kvstore.worker.blocks.fences import Fences
+from kvstore.worker.blocks.heatfile import HeatFile
+from kvstore.worker.blocks.scrub import Limits, Scrubber
+from kvstore.worker.blocks.store import Store
+from kvstore.worker.blocks.verify import Verifier
+from kvstore.worker.capacity.evict import Evictor
+from kvstore.worker.capacity.policies import Policies
+from kvstore.worker.capacity.room import Room
 from kvstore.worker.mover import Mover, Pace
-from kvstore.worker.names import Names
-from kvstore.worker.opener import Opener
-from kvstore.worker.peers import Peers
-from kvstore.worker.policies import Policies
-from kvstore.worker.room import Room
-from kvstore.worker.scrub import Limits, Scrubber
-from kvstore.worker.seal import Sealer
-from kvstore.worker.seals import Seals
-from kvstore.worker.service import WorkerService
-from kvstore.worker.sessions import Sessions
+from kvstore.worker.reports import told
+from kvstore.worker.reports.heartbeat import MakeNerve, own_thread
+from kvstore.worker.reports.mastersync import MasterSync
+from kvstore.worker.reports.membership import Membership
+from kvstore.worker.reports.names import Names
+from kvstore.worker.serving.bulk import Bulk
+from kvstore.worker.serving.fdsocket import FdServer
+from kvstore.worker.serving.fetch import Fetcher
+from kvstore.worker.serving.opener import Opener
+from kvstore.worker.serving.peers import Peers
+from kvstore.worker.serving.service import WorkerService
+from kvstore.worker.serving.verbs import Introduction, Verbs
 from kvstore.worker.settings import Settings
-from kvstore.worker.staging import Staging
-from kvstore.worker.store import Store
-from kvstore.worker.verbs import Introduction, Verbs
-from kvstore.worker.verify import Verifier
-from kvstore.worker.volume import Volume
+from kvstore.worker.volumes.disk import Disk
+from kvstore.worker.volumes.held import PROBE_INTERVAL_S, HeldFiles
+from kvstore.worker.volumes.volume import Volume
+from kvstore.worker.writes.growth import Growth
+from kvstore.worker.writes.seal import Sealer
+from kvstore.worker.writes.seals import Seals
+from kvstore.worker.writes.sessions import Sessions
+from kvstore.worker.writes.staging import Staging
 
 log = logging.getLogger(__name__)
 UPKEEP_INTERVAL_S = 1.0

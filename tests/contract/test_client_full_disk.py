@@ -144,7 +144,7 @@ async def test_the_same_for_threads(worker: Worker, place: Path, tmp_path: Path,
 async def test_where_nothing_can_go_it_is_refused_and_leaves_nothing(
     worker: Worker, blocks: Crowded, place: Path, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.worker.staging.ROOM_WAIT_S", 0.5)
+    monkeypatch.setattr("kvstore.worker.writes.staging.ROOM_WAIT_S", 0.5)
     kept = [await kit.put(worker, os.urandom(MIB), owned=False) for _ in range(4)]
     with pytest.raises(NoSpace, match="free some of the disk"):
         await store(blocks, os.urandom(6 * MIB), how, tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.errors import Corrupt, Denied, KvError, Unavailable
-from kvstore.master.db import Cf, Db, MemoryDb, Op, RocksDb
+from kvstore.master.storage.db import Cf, Db, MemoryDb, Op, RocksDb
 from tests.support import damage
 
 N = Cf.NAMES

@@ -20,11 +20,11 @@ from kvstore.core.types import Replica
 from kvstore.pb import worker_pb2 as w
 from kvstore.rpc.entries import address_from_pb
 from kvstore.rpc.metadata import Caller
-from kvstore.worker.block import Block
-from kvstore.worker.counters import Reason
-from kvstore.worker.disk import PAGE_BYTES, Disk
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.blocks.counters import Reason
 from kvstore.worker.settings import Settings, VolumeSettings, Watermarks
-from kvstore.worker.volume import Volume
+from kvstore.worker.volumes.disk import PAGE_BYTES, Disk
+from kvstore.worker.volumes.volume import Volume
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.accounting import allocated_on_disk, check_exact, stop_moves, used_on_disk

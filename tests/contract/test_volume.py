@@ -15,13 +15,13 @@ from kvstore.core.errors import InvalidRequest, NoSpace, Unavailable
 from kvstore.core.types import Address, BlockId
 from kvstore.pagecache import Residency, all_in_core
 from kvstore.runtime import SystemRuntime
-from kvstore.worker import lease
-from kvstore.worker.disk import Disk, disk_bytes
-from kvstore.worker.held import unlink_watched
-from kvstore.worker.lease import Holders
-from kvstore.worker.opening import open_volumes
 from kvstore.worker.settings import VolumeSettings
-from kvstore.worker.volume import MAX_QUARANTINED, FoundBlock, Volume, open_volume
+from kvstore.worker.volumes import lease
+from kvstore.worker.volumes.disk import Disk, disk_bytes
+from kvstore.worker.volumes.held import unlink_watched
+from kvstore.worker.volumes.lease import Holders
+from kvstore.worker.volumes.opening import open_volumes
+from kvstore.worker.volumes.volume import MAX_QUARANTINED, FoundBlock, Volume, open_volume
 from tests.support import worker_kit as kit
 from tests.support.worker_kit import MIB
 

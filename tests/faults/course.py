@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvstore.worker import store
+from kvstore.worker.blocks import store
 from tests.faults.cluster import Cluster, Operation
 from tests.faults.operations import NEW
 from tests.sim.faults import Violation

@@ -6,10 +6,10 @@ import os
 from typing import Final
 
 from kvstore.core.errors import Unavailable
-from kvstore.master.db import MemoryDb
-from kvstore.master.rebuild import Kind, Wanted
-from kvstore.worker.block import Block
-from kvstore.worker.scrub import Limits, Scrubber
+from kvstore.master.recovery.rebuild import Kind, Wanted
+from kvstore.master.storage.db import MemoryDb
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.blocks.scrub import Limits, Scrubber
 from kvstore.worker.worker import Worker
 from tests.faults.cluster import Cluster, Operation
 from tests.sim.workload import OP_TIMEOUT_S

@@ -11,8 +11,8 @@ from typing import Final
 import pytest
 
 from kvstore.pb import master_pb2 as m
-from kvstore.worker import report
-from kvstore.worker.block import Block
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.reports import report
 from kvstore.worker.settings import VolumeSettings, Watermarks
 from kvstore.worker.worker import Worker
 from tests.support import fake_master

@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 
-from kvstore.master.commit import Committer
-from kvstore.worker import held
-from kvstore.worker.staging import Staged, Staging
+from kvstore.master.storage.commit import Committer
+from kvstore.worker.volumes import held
+from kvstore.worker.writes.staging import Staged, Staging
 from tests.faults import operations as op
 from tests.faults.cluster import Operation
 from tests.faults.course import fail_each

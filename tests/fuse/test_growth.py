@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import pytest
 
 from kvstore.core.limits import MIB
-from kvstore.worker.disk import disk_bytes
+from kvstore.worker.volumes.disk import disk_bytes
 from tests.fuse.calls import error_of
 from tests.support.child import Child, in_child
 from tests.support.cluster import Cluster, wait_until

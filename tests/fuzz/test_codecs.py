@@ -14,9 +14,11 @@ from kvstore.core.errors import Corrupt, InvalidRequest, Unsupported
 from kvstore.core.ghosts import Content
 from kvstore.core.heat import Heat
 from kvstore.core.types import U63_MAX, U64_MAX, Address, BlockId, Seen
-from kvstore.master import records
-from kvstore.worker import heatfile, identity, note
-from kvstore.worker.heat import Known, Remembered
+from kvstore.master.storage import records
+from kvstore.worker.blocks import heatfile
+from kvstore.worker.blocks.heat import Known, Remembered
+from kvstore.worker.reports import note
+from kvstore.worker.volumes import identity
 from tests.fuzz.hostile import fuzz, mangled
 
 U64: Final = st.integers(0, U64_MAX)

@@ -25,11 +25,11 @@ from kvstore.rpc import methods
 from kvstore.rpc.entries import address_to_pb
 from kvstore.rpc.transport import GrpcTransport
 from kvstore.runtime import SystemRuntime
-from kvstore.worker.disk import Disk
-from kvstore.worker.fdsocket import Answer, close_all
-from kvstore.worker.opening import open_volumes
-from kvstore.worker.service import WorkerService
-from kvstore.worker.verbs import Introduction, Verbs
+from kvstore.worker.serving.fdsocket import Answer, close_all
+from kvstore.worker.serving.service import WorkerService
+from kvstore.worker.serving.verbs import Introduction, Verbs
+from kvstore.worker.volumes.disk import Disk
+from kvstore.worker.volumes.opening import open_volumes
 from kvstore.worker.worker import Worker
 from tests.fuzz.calls import INTERNAL, Context, Refused, call
 from tests.fuzz.hostile import fuzz, mangled, messages, spoiled

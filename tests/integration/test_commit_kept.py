@@ -20,10 +20,10 @@ from typing import NamedTuple
 import pytest
 
 from kvstore.core.errors import NoSpace, Unavailable
-from kvstore.master import mark
-from kvstore.master.db import Cf, RocksDb
 from kvstore.master.main import DATABASE_DIRECTORY
-from kvstore.master.records import NAME
+from kvstore.master.storage import mark
+from kvstore.master.storage.db import Cf, RocksDb
+from kvstore.master.storage.records import NAME
 from kvstore.pb import common_pb2 as c
 from kvstore.pb import master_pb2 as m
 from kvstore.rpc import methods

@@ -14,8 +14,8 @@ import pytest
 from google.protobuf.message import Message
 
 from kvstore.core.errors import ReadOnly
-from kvstore.master.db import Cf, RocksDb
 from kvstore.master.main import DATABASE_DIRECTORY
+from kvstore.master.storage.db import Cf, RocksDb
 from kvstore.pb import common_pb2 as c
 from kvstore.pb import master_pb2 as m
 from kvstore.rpc import methods

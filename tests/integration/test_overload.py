@@ -135,7 +135,7 @@ async def test_what_grpc_itself_refuses_is_overloaded_too(monkeypatch: pytest.Mo
 async def test_blocks_beyond_the_bound_are_refused_and_the_worker_says_that_it_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.worker.service.MAX_BULK_STREAMS", 2)
+    monkeypatch.setattr("kvstore.worker.serving.service.MAX_BULK_STREAMS", 2)
     async with kit.running(kit.settings(tmp_path)) as worker:
         block = await kit.put(worker, bytes(40 * MIB))
         request = w.ReadRequest(address=address_to_pb(block.address))
@@ -165,7 +165,7 @@ async def _read(link: AsyncLink, request: w.ReadRequest) -> int:
 
 
 async def test_fetches_beyond_the_bound_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.worker.fetch.MAX_FETCHES", 1)
+    monkeypatch.setattr("kvstore.worker.serving.fetch.MAX_FETCHES", 1)
     async with kit.running(kit.settings(tmp_path)) as worker:
         gate = asyncio.Event()
 
@@ -186,7 +186,7 @@ async def test_fetches_beyond_the_bound_are_refused(tmp_path: Path, monkeypatch:
 
 
 async def test_sessions_beyond_the_bound_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.worker.sessions.MAX_SESSIONS", 2)
+    monkeypatch.setattr("kvstore.worker.writes.sessions.MAX_SESSIONS", 2)
     async with kit.running(kit.settings(tmp_path)) as worker:
         answers = []
         with contextlib.ExitStack() as stack:

@@ -16,7 +16,7 @@ from kvstore import Client, Unavailable
 from kvstore.core.errors import KvError
 from kvstore.core.hashing import hash_block
 from kvstore.core.types import Address
-from kvstore.worker import note as notes
+from kvstore.worker.reports import note as notes
 from tests.support.child import in_child
 from tests.support.cluster import Cluster, Process, Worker, wait_until
 from tests.support.mounts import can_mount, mounted

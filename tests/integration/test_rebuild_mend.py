@@ -11,9 +11,9 @@ from typing import Final
 
 import pytest
 
-from kvstore.master import mark, wal
 from kvstore.master.main import DATABASE_DIRECTORY
-from kvstore.worker import note as notes
+from kvstore.master.storage import mark, wal
+from kvstore.worker.reports import note as notes
 from tests.integration.test_rebuild import (
     _copies,
     _path,

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 
 from kvstore.core.errors import Unavailable
-from kvstore.master.db import Cf, MemoryDb, Op, Pair
+from kvstore.master.storage.db import Cf, MemoryDb, Op, Pair
 
 Batch = list[Op]
 
@@ -63,7 +63,9 @@ class Log:
 
 
 class SimDb:
-    """One open database (`kvstore.master.db.Db`). After a flush that failed the kernel has dropped what was dirty."""
+    """One open database (`kvstore.master.storage.db.Db`). After a flush that failed the kernel has dropped what was
+    dirty.
+    """
 
     def __init__(self, log: Log) -> None:
         self._log = log

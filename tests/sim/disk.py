@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvstore.worker.disk import Disk, FileState
+from kvstore.worker.volumes.disk import Disk, FileState
 from tests.sim.drive import FREE_BYTES, Drive
 from tests.sim.loop import Killed
 

@@ -14,9 +14,9 @@ import random
 from pathlib import Path
 from typing import Final
 
-from kvstore.worker import lease
-from kvstore.worker.disk import FileState, _file_state
-from kvstore.worker.lease import Holders
+from kvstore.worker.volumes import lease
+from kvstore.worker.volumes.disk import FileState, _file_state
+from kvstore.worker.volumes.lease import Holders
 
 FREE_BYTES: Final = 1 << 40
 """What the file system says is left while nobody else fills it."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 
 from kvstore.core.types import BlockId
-from kvstore.master.db import Cf
-from kvstore.master.records import (
+from kvstore.master.storage.db import Cf
+from kvstore.master.storage.records import (
     BLOCK,
     JOURNAL,
     META_REBUILD,

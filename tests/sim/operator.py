@@ -9,12 +9,19 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvstore.core.types import Address, BlockId, Seen
-from kvstore.master.db import Cf
-from kvstore.master.rebuild import Kind, Wanted
-from kvstore.master.records import CLUSTER, COUNTERS, INCARNATIONS, META_CLUSTER, META_COUNTERS, META_INCARNATIONS
-from kvstore.worker import note as notes
-from kvstore.worker.disk import Disk
-from kvstore.worker.note import Note
+from kvstore.master.recovery.rebuild import Kind, Wanted
+from kvstore.master.storage.db import Cf
+from kvstore.master.storage.records import (
+    CLUSTER,
+    COUNTERS,
+    INCARNATIONS,
+    META_CLUSTER,
+    META_COUNTERS,
+    META_INCARNATIONS,
+)
+from kvstore.worker.reports import note as notes
+from kvstore.worker.reports.note import Note
+from kvstore.worker.volumes.disk import Disk
 from tests.sim.db import Log
 from tests.sim.faults import Violation
 from tests.sim.ledger import Ledger

@@ -8,19 +8,20 @@ from unittest import mock
 
 from kvstore.core.errors import Stale
 from kvstore.core.types import Seen
-from kvstore.master import blocks, claims
-from kvstore.master.change import Change
-from kvstore.master.claims import Claim, NotedName
-from kvstore.master.cluster import Cluster
-from kvstore.master.commit import Committer
-from kvstore.master.db import Cf
-from kvstore.master.nodes import Nodes
-from kvstore.master.records import BlockRow
-from kvstore.master.told import Registration
-from kvstore.worker.block import Block
-from kvstore.worker.evict import Evictor
-from kvstore.worker.heartbeat import Heart
-from kvstore.worker.verify import Verifier
+from kvstore.master.namespace import blocks
+from kvstore.master.namespace.cluster import Cluster
+from kvstore.master.recovery import claims
+from kvstore.master.recovery.claims import Claim, NotedName
+from kvstore.master.storage.change import Change
+from kvstore.master.storage.commit import Committer
+from kvstore.master.storage.db import Cf
+from kvstore.master.storage.records import BlockRow
+from kvstore.master.workers.nodes import Nodes
+from kvstore.master.workers.told import Registration
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.blocks.verify import Verifier
+from kvstore.worker.capacity.evict import Evictor
+from kvstore.worker.reports.heartbeat import Heart
 from tests.sim.run import Outcome, run_seed
 
 

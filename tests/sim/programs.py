@@ -14,15 +14,15 @@ from kvstore.client.aio import AsyncClient
 from kvstore.core.errors import KvError
 from kvstore.master.master import Master
 from kvstore.master.master import Settings as MasterSettings
-from kvstore.master.rebuild import Wanted
-from kvstore.master.records import JournalLimits
+from kvstore.master.recovery.rebuild import Wanted
 from kvstore.master.running import Running
+from kvstore.master.storage.records import JournalLimits
 from kvstore.rpc.failover import AsyncFailover
 from kvstore.rpc.metadata import Caller
 from kvstore.rpc.methods import A, Method, Q
-from kvstore.worker.identity import Identity, decode
-from kvstore.worker.opening import open_volumes
 from kvstore.worker.settings import Settings, VolumeSettings
+from kvstore.worker.volumes.identity import Identity, decode
+from kvstore.worker.volumes.opening import open_volumes
 from kvstore.worker.worker import Worker
 from tests.sim.clock import SimRuntime
 from tests.sim.db import Log, SimDb

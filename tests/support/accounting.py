@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kvstore.worker.disk import FileState, _file_state
-from kvstore.worker.volume import Volume
+from kvstore.worker.volumes.disk import FileState, _file_state
+from kvstore.worker.volumes.volume import Volume
 from kvstore.worker.worker import Worker
 
 PARTS = ("blocks", "staging", "quarantine")

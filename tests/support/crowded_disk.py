@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from kvstore.worker.disk import Disk, disk_bytes
+from kvstore.worker.volumes.disk import Disk, disk_bytes
 
 
 class CrowdedDisk(Disk):

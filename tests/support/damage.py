@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from kvstore.master.db import Cf, Op, RocksDb
+from kvstore.master.storage.db import Cf, Op, RocksDb
 
 
 def flip(path: Path, at: int) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Final
 from unittest import mock
 
 from kvstore.core.hashing import hash_block
-from kvstore.worker import volume
+from kvstore.worker.volumes import volume
 from tests.sim import programs
 from tests.sim.disk import SimDisk
 from tests.sim.drive import Drive

@@ -14,13 +14,13 @@ from kvstore.core import sockproto as sp
 from kvstore.core.hashing import hash_block
 from kvstore.core.types import Address
 from kvstore.runtime import SystemRuntime
-from kvstore.worker.block import Block
-from kvstore.worker.disk import Disk
-from kvstore.worker.opening import open_volumes
-from kvstore.worker.seal import Claim
+from kvstore.worker.blocks.block import Block
 from kvstore.worker.settings import Settings, VolumeSettings, Watermarks
-from kvstore.worker.staging import Staged
+from kvstore.worker.volumes.disk import Disk
+from kvstore.worker.volumes.opening import open_volumes
 from kvstore.worker.worker import Worker
+from kvstore.worker.writes.seal import Claim
+from kvstore.worker.writes.staging import Staged
 
 KIB, MIB = 1 << 10, 1 << 20
 NOBODY = "127.0.0.1:1"

@@ -16,7 +16,7 @@ from kvstore.fuse.ops import Operations, Parts
 from kvstore.master.metrics import MasterMetrics
 from kvstore.obs.metrics import Metrics
 from kvstore.worker import metrics as worker_metrics
-from kvstore.worker.counters import EVICTED, Reason
+from kvstore.worker.blocks.counters import EVICTED, Reason
 from tests.support import worker_kit as kit
 from tests.unit.master.world import running
 

@@ -36,9 +36,9 @@ def stream() -> Iterator[io.StringIO]:
 class TestLogging:
     def test_text(self, stream: io.StringIO) -> None:
         obs_logging.setup("worker", stream=stream)
-        logging.getLogger("kvstore.worker.report").info("sent %d", 3, extra={"full": True})
+        logging.getLogger("kvstore.worker.reports.report").info("sent %d", 3, extra={"full": True})
         line = stream.getvalue()
-        assert line.endswith("] kvstore.worker.report: sent 3 full=True\n")
+        assert line.endswith("] kvstore.worker.reports.report: sent 3 full=True\n")
         assert " INFO worker[" in line
         assert line[10] == "T"
         assert line[23] == "Z"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.master.change import Change
-from kvstore.master.db import Cf, MemoryDb, Op
-from kvstore.master.records import Counters, JournalLimits
+from kvstore.master.storage.change import Change
+from kvstore.master.storage.db import Cf, MemoryDb, Op
+from kvstore.master.storage.records import Counters, JournalLimits
 
 N = Cf.NAMES
 KEYS = st.binary(max_size=2)

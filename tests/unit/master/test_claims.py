@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidRequest, NotFound
 from kvstore.core.types import Address, BlockId, Seen
-from kvstore.master import claims, gather
-from kvstore.master.claims import Claim, NotedName, Outcome, Unnamed
-from kvstore.master.db import Cf
+from kvstore.master.recovery import claims, gather
+from kvstore.master.recovery.claims import Claim, NotedName, Outcome, Unnamed
+from kvstore.master.storage.db import Cf
 from tests.unit.master.world import World, address, keys, running
 
 HISTORY = 99

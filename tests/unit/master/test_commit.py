@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvstore.core.errors import KvError, NoSpace, ReadOnly, Unavailable
-from kvstore.master.change import Change
-from kvstore.master.commit import ALWAYS, GROWS, SHRINKS, Committer
-from kvstore.master.db import Cf, MemoryDb
-from kvstore.master.records import META_PULSE, JournalLimits
+from kvstore.master.storage.change import Change
+from kvstore.master.storage.commit import ALWAYS, GROWS, SHRINKS, Committer
+from kvstore.master.storage.db import Cf, MemoryDb
+from kvstore.master.storage.records import META_PULSE, JournalLimits
 from kvstore.rpc.server import stop_all
 from kvstore.runtime import SystemRuntime
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.errors import Corrupt, Denied, Unavailable
-from kvstore.master import db as db_module
-from kvstore.master import mark, wal
-from kvstore.master.db import Cf, Op, RocksDb
+from kvstore.master.storage import db as db_module
+from kvstore.master.storage import mark, wal
+from kvstore.master.storage.db import Cf, Op, RocksDb
 from tests.support import damage
 from tests.support.damage import flip, grow, overwrite, shorten
 

@@ -8,11 +8,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvstore.core.types import Seen
-from kvstore.master.claims import Claim
-from kvstore.master.db import Cf, MemoryDb
-from kvstore.master.rebuild import MEND, MEND_QUIET_S, MEND_WAIT_S, Kind, Wanted
-from kvstore.master.records import META_REBUILD
-from kvstore.master.reports import Verdict
+from kvstore.master.recovery.claims import Claim
+from kvstore.master.recovery.rebuild import MEND, MEND_QUIET_S, MEND_WAIT_S, Kind, Wanted
+from kvstore.master.storage.db import Cf, MemoryDb
+from kvstore.master.storage.records import META_REBUILD
+from kvstore.master.workers.reports import Verdict
 from tests.unit.master import test_rebuild
 from tests.unit.master.test_claims import claim, tree
 from tests.unit.master.test_rebuild import is_over, send

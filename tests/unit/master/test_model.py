@@ -13,10 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.core import errors
 from kvstore.core.errors import KvError
-from kvstore.master.db import MemoryDb
-from kvstore.master.publish import Mode
-from kvstore.master.remove import Kind
-from kvstore.master.reports import Full
+from kvstore.master.namespace.publish import Mode
+from kvstore.master.namespace.remove import Kind
+from kvstore.master.storage.db import MemoryDb
+from kvstore.master.workers.reports import Full
 from kvstore.rpc.server import stop_all
 from tests.unit.master.world import World, address, check_invariants
 

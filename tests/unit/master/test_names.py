@@ -17,10 +17,10 @@ from kvstore.core.errors import (
     Stale,
 )
 from kvstore.core.limits import MAX_BATCH
-from kvstore.master import tree
-from kvstore.master.lookup import Lookups
-from kvstore.master.remove import Kind
-from kvstore.master.rename import Move
+from kvstore.master.namespace import tree
+from kvstore.master.namespace.lookup import Lookups
+from kvstore.master.namespace.remove import Kind
+from kvstore.master.namespace.rename import Move
 from tests.unit.master.world import World, address, running
 
 

@@ -6,12 +6,12 @@ import pytest
 
 from kvstore.core.errors import AlreadyExists, Denied, InvalidRequest, KvError, NotFound, Stale
 from kvstore.core.types import Address, Seen
-from kvstore.master import incarnations, reports, upkeep
-from kvstore.master.db import Cf, MemoryDb, Op
-from kvstore.master.incarnations import Incarnations
 from kvstore.master.master import Settings
-from kvstore.master.records import META_FORMAT
-from kvstore.master.reports import Full, Verdict
+from kvstore.master.storage.db import Cf, MemoryDb, Op
+from kvstore.master.storage.records import META_FORMAT
+from kvstore.master.workers import incarnations, reports, upkeep
+from kvstore.master.workers.incarnations import Incarnations
+from kvstore.master.workers.reports import Full, Verdict
 from tests.unit.master import world
 from tests.unit.master.world import GIB, World, address, running, volume
 

@@ -12,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvstore.core.errors import InvalidRequest, KvError, NoSpace, NotFound, OtherPolicy, Stale
 from kvstore.core.types import BlockId
-from kvstore.master import policies, quotas, recount
-from kvstore.master.db import Cf, MemoryDb
-from kvstore.master.records import BLOCK, COUNTERS, META_COUNTERS, NAME, POLICY
-from kvstore.master.setpolicy import Told
+from kvstore.master.namespace import policies, quotas, recount
+from kvstore.master.namespace.setpolicy import Told
+from kvstore.master.storage.db import Cf, MemoryDb
+from kvstore.master.storage.records import BLOCK, COUNTERS, META_COUNTERS, NAME, POLICY
 from kvstore.rpc.server import stop_all
 from tests.unit.master.world import World, address, check_invariants, running
 

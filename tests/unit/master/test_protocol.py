@@ -10,9 +10,9 @@ import pytest
 
 from kvstore.core.errors import KvError
 from kvstore.core.types import BlockId
-from kvstore.master.db import Cf
-from kvstore.master.publish import Mode
-from kvstore.master.reports import Full, Verdict
+from kvstore.master.namespace.publish import Mode
+from kvstore.master.storage.db import Cf
+from kvstore.master.workers.reports import Full, Verdict
 from tests.unit.master import world
 from tests.unit.master.world import World, address, running
 

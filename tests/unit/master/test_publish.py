@@ -16,11 +16,11 @@ from kvstore.core.errors import (
 )
 from kvstore.core.limits import MAX_BATCH
 from kvstore.core.types import ROOT_INODE, Address, BlockId
-from kvstore.master.db import Cf
 from kvstore.master.master import Settings
-from kvstore.master.publish import Mode, Name, Transaction
-from kvstore.master.records import JournalLimits
-from kvstore.master.reports import Verdict
+from kvstore.master.namespace.publish import Mode, Name, Transaction
+from kvstore.master.storage.db import Cf
+from kvstore.master.storage.records import JournalLimits
+from kvstore.master.workers.reports import Verdict
 from tests.unit.master.world import address, running
 
 

@@ -10,13 +10,13 @@ import pytest
 
 from kvstore.core.errors import Denied, InvalidRequest, KvError, Stale, Unavailable
 from kvstore.core.types import Seen
-from kvstore.master.claims import Claim
-from kvstore.master.db import Cf, MemoryDb
 from kvstore.master.master import Settings
 from kvstore.master.metrics import MasterMetrics
-from kvstore.master.rebuild import INODES_AT, MAX_TELLING, Kind, Wanted
-from kvstore.master.records import META_REBUILD, JournalLimits
-from kvstore.master.reports import Full, Verdict
+from kvstore.master.recovery.claims import Claim
+from kvstore.master.recovery.rebuild import INODES_AT, MAX_TELLING, Kind, Wanted
+from kvstore.master.storage.db import Cf, MemoryDb
+from kvstore.master.storage.records import META_REBUILD, JournalLimits
+from kvstore.master.workers.reports import Full, Verdict
 from tests.unit.master.test_claims import HISTORY, claim, tree
 from tests.unit.master.world import World, address, keys, running
 
@@ -203,7 +203,7 @@ async def test_workers_that_are_refused_are_shown(caplog: pytest.LogCaptureFixtu
 
 
 async def test_what_it_waits_for_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "kvstore.master.rebuild")
+    caplog.set_level(logging.INFO, "kvstore.master.recovery.rebuild")
     async with running(wanted=Wanted(Kind.REBUILD, wait_s=30.0)) as w:
         for _ in range(10):
             w.runtime.now_s += 1

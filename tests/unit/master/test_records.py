@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.core.errors import Corrupt, Unsupported
 from kvstore.core.types import Seen
-from kvstore.master import records as r
+from kvstore.master.storage import records as r
 
 ENTRY = r.NameRow(5, 0o100644, 1000, 100, 14 << 20, 10, 20, bytes(range(16)), 2**64 - 1)
 GOLDEN: list[tuple[r.Codec[Any], msgspec.Struct, str]] = [

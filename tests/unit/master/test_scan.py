@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.errors import Corrupt, KvError, Unavailable
-from kvstore.master.db import Cf, Op, RocksDb
-from kvstore.master.scan import MIN_PAUSE_S, PAUSE, STEP_ROWS, TRIES, TRY_PAUSE_S, Scan
+from kvstore.master.storage.db import Cf, Op, RocksDb
+from kvstore.master.storage.scan import MIN_PAUSE_S, PAUSE, STEP_ROWS, TRIES, TRY_PAUSE_S, Scan
 from kvstore.runtime import SystemRuntime
 from tests.support import damage
 

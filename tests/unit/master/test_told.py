@@ -7,7 +7,7 @@ import pytest
 from kvstore.client.messages import cluster_map
 from kvstore.core.told import TierCounters, Unlinked
 from kvstore.master import convert
-from kvstore.master.nodes import Node
+from kvstore.master.workers.nodes import Node
 from kvstore.pb import common_pb2 as c
 from kvstore.pb import master_pb2 as m
 from tests.unit.master.world import running

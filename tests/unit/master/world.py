@@ -11,16 +11,17 @@ from typing import Any, ParamSpec, TypeVar
 from kvstore.core.errors import KvError
 from kvstore.core.told import VolumeState, WorkerCounters
 from kvstore.core.types import Address, BlockId, Entry
-from kvstore.master.commit import Committer
-from kvstore.master.db import Cf, Db, MemoryDb
 from kvstore.master.master import Master, Settings
-from kvstore.master.nodes import Node
-from kvstore.master.orders import Answer, Orders
-from kvstore.master.policies import Wanted
-from kvstore.master.publish import Mode, Name, Published, Transaction
-from kvstore.master.quotas import Held
-from kvstore.master.rebuild import Wanted as Rebuilding
-from kvstore.master.records import (
+from kvstore.master.namespace.policies import Wanted
+from kvstore.master.namespace.publish import Mode, Name, Published, Transaction
+from kvstore.master.namespace.quotas import Held
+from kvstore.master.namespace.remove import Kind
+from kvstore.master.namespace.rename import Move
+from kvstore.master.namespace.setpolicy import Holding
+from kvstore.master.recovery.rebuild import Wanted as Rebuilding
+from kvstore.master.storage.commit import Committer
+from kvstore.master.storage.db import Cf, Db, MemoryDb
+from kvstore.master.storage.records import (
     BLOCK,
     COUNTERS,
     INODE,
@@ -34,11 +35,10 @@ from kvstore.master.records import (
     replica_key,
     unpack_u64,
 )
-from kvstore.master.remove import Kind
-from kvstore.master.rename import Move
-from kvstore.master.reports import Full, Report
-from kvstore.master.setpolicy import Holding
-from kvstore.master.told import Beat, Registration
+from kvstore.master.workers.nodes import Node
+from kvstore.master.workers.orders import Answer, Orders
+from kvstore.master.workers.reports import Full, Report
+from kvstore.master.workers.told import Beat, Registration
 from kvstore.rpc.server import stop_all
 
 P = ParamSpec("P")

@@ -13,12 +13,13 @@ import pytest
 from kvstore.core.errors import Corrupt, InvalidRequest, KvError, NoSpace, NotFound, Stale, TooLarge
 from kvstore.core.hashing import hash_block
 from kvstore.core.types import Address, BlockId
-from kvstore.worker import room, staging
-from kvstore.worker.block import Block
-from kvstore.worker.books import Books
-from kvstore.worker.disk import Disk
-from kvstore.worker.staging import Staged
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.capacity import room
+from kvstore.worker.volumes.books import Books
+from kvstore.worker.volumes.disk import Disk
 from kvstore.worker.worker import Worker
+from kvstore.worker.writes import staging
+from kvstore.worker.writes.staging import Staged
 from tests.support import worker_kit as kit
 from tests.support.worker_kit import KIB, MIB
 

@@ -11,12 +11,12 @@ import pytest
 
 from kvstore.core.errors import Corrupt
 from kvstore.pb import master_pb2 as m
-from kvstore.worker import told
-from kvstore.worker.block import Block
-from kvstore.worker.counters import EVICTED, Reason, TierCounters
-from kvstore.worker.disk import disk_bytes
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.blocks.counters import EVICTED, Reason, TierCounters
+from kvstore.worker.reports import told
 from kvstore.worker.settings import Settings, VolumeSettings
-from kvstore.worker.volume import MAX_QUARANTINED, WORKER_SESSION
+from kvstore.worker.volumes.disk import disk_bytes
+from kvstore.worker.volumes.volume import MAX_QUARANTINED, WORKER_SESSION
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.fake_master import FakeMaster, make, running, split

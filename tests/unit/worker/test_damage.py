@@ -22,11 +22,11 @@ from kvstore.pb import worker_pb2 as w
 from kvstore.rpc.entries import address_to_pb
 from kvstore.rpc.link import AsyncLink
 from kvstore.rpc.metadata import Caller
-from kvstore.worker import report
-from kvstore.worker.block import Block
-from kvstore.worker.disk import Disk
-from kvstore.worker.scrub import Limits, Scrubber
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.blocks.scrub import Limits, Scrubber
+from kvstore.worker.reports import report
 from kvstore.worker.settings import VolumeSettings, Watermarks
+from kvstore.worker.volumes.disk import Disk
 from kvstore.worker.worker import Worker
 from tests.support import fake_master
 from tests.support import worker_kit as kit

@@ -14,11 +14,12 @@ from kvstore.core.types import Replica
 from kvstore.pb import worker_pb2 as w
 from kvstore.rpc.entries import address_to_pb
 from kvstore.rpc.metadata import Caller
-from kvstore.worker import room, store
-from kvstore.worker.block import Block
-from kvstore.worker.disk import Disk, FileState
+from kvstore.worker.blocks import store
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.capacity import room
 from kvstore.worker.settings import Settings, VolumeSettings
-from kvstore.worker.volume import Volume
+from kvstore.worker.volumes.disk import Disk, FileState
+from kvstore.worker.volumes.volume import Volume
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.accounting import stop_moves

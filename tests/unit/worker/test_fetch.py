@@ -32,9 +32,9 @@ from kvstore.rpc.entries import address_from_pb, address_to_pb
 from kvstore.rpc.link import AsyncLink, Link
 from kvstore.rpc.metadata import Caller
 from kvstore.rpc.methods import WORKER_GIVE_UP, WORKER_STAT
-from kvstore.worker.block import Block
-from kvstore.worker.fetch import _verdict
-from kvstore.worker.peers import FORSAKEN_S
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.serving.fetch import _verdict
+from kvstore.worker.serving.peers import FORSAKEN_S
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.proxy import Proxy
@@ -402,7 +402,7 @@ async def test_a_reader_is_never_the_one_who_tries_a_silent_peer(owner: Worker, 
 async def test_a_full_disk_here_says_nothing_of_the_peer(
     owner: Worker, reader: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.worker.fetch.SCRATCH_BYTES", 0)
+    monkeypatch.setattr("kvstore.worker.serving.fetch.SCRATCH_BYTES", 0)
     reader.store.volumes[0].books.capacity = 0
     address = (await kit.put(owner, b"data")).address
     with pytest.raises(Overloaded, match="no room to keep it"):

@@ -12,10 +12,10 @@ import pytest
 from kvstore.core.errors import KvError, NoSpace, TooLarge
 from kvstore.core.types import BlockId
 from kvstore.filecut import cut_path, is_cut
-from kvstore.worker import growth, seal
-from kvstore.worker.seal import Claim
-from kvstore.worker.staging import Staged
 from kvstore.worker.worker import Worker
+from kvstore.worker.writes import growth, seal
+from kvstore.worker.writes.seal import Claim
+from kvstore.worker.writes.staging import Staged
 from tests.support import worker_kit as kit
 from tests.support.worker_kit import KIB, MIB
 

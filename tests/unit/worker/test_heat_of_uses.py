@@ -15,7 +15,7 @@ from kvstore.rpc.entries import address_to_pb
 from kvstore.rpc.link import AsyncLink
 from kvstore.rpc.metadata import Caller
 from kvstore.rpc.methods import WORKER_DESCRIBE, WORKER_STAT
-from kvstore.worker.block import Block
+from kvstore.worker.blocks.block import Block
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.worker_kit import MIB

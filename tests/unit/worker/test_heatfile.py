@@ -12,15 +12,15 @@ import pytest
 from kvstore.core.ghosts import Content
 from kvstore.core.types import Address, BlockId
 from kvstore.runtime import SystemRuntime
-from kvstore.worker.block import Block
-from kvstore.worker.counters import Counters
-from kvstore.worker.disk import Disk
-from kvstore.worker.fences import Fences
-from kvstore.worker.heat import HeatMap
-from kvstore.worker.heatfile import PIECE, HeatFile
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.blocks.counters import Counters
+from kvstore.worker.blocks.fences import Fences
+from kvstore.worker.blocks.heat import HeatMap
+from kvstore.worker.blocks.heatfile import PIECE, HeatFile
+from kvstore.worker.blocks.store import Store
 from kvstore.worker.settings import VolumeSettings
-from kvstore.worker.store import Store
-from kvstore.worker.volume import Volume, open_volume
+from kvstore.worker.volumes.disk import Disk
+from kvstore.worker.volumes.volume import Volume, open_volume
 from tests.support.worker_kit import MIB
 
 CAPACITY = 1 << 40

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.worker import givenup
-from kvstore.worker.books import Books
-from kvstore.worker.held import HeldBytes
+from kvstore.worker.volumes.books import Books
+from kvstore.worker.volumes.held import HeldBytes
+from kvstore.worker.writes import givenup
 from tests.support import worker_kit as kit
 from tests.support.worker_kit import MIB
 

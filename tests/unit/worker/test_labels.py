@@ -13,12 +13,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstore.core.policies import NONE, Rule, Table
 from kvstore.core.types import Address, BlockId
-from kvstore.worker import labels as module
-from kvstore.worker.block import Block
-from kvstore.worker.disk import disk_bytes
-from kvstore.worker.heat import NOBODY, HeatMap
-from kvstore.worker.labels import Labels
-from kvstore.worker.volume import Volume
+from kvstore.worker.blocks import labels as module
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.blocks.heat import NOBODY, HeatMap
+from kvstore.worker.blocks.labels import Labels
+from kvstore.worker.volumes.disk import disk_bytes
+from kvstore.worker.volumes.volume import Volume
 
 POLICIES = range(1, 5)
 SHARE = 0.5

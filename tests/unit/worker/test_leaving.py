@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.errors import Timeout
-from kvstore.worker.counters import Reason
-from kvstore.worker.disk import Disk
+from kvstore.worker.blocks.counters import Reason
+from kvstore.worker.volumes.disk import Disk
 from tests.support import worker_kit as kit
 from tests.support.accounting import check_exact
 

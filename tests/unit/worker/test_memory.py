@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.errors import InvalidRequest
-from kvstore.worker import memory
+from kvstore.worker.volumes import memory
 from tests.support.worker_kit import MIB
 
 GIB = 1 << 30

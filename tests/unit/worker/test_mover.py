@@ -15,12 +15,12 @@ import pytest
 from kvstore.core import mover as core
 from kvstore.core.errors import KvError
 from kvstore.core.types import BlockId
-from kvstore.worker.block import Block
-from kvstore.worker.counters import Reason
-from kvstore.worker.disk import Disk
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.blocks.counters import Reason
 from kvstore.worker.mover import INTERVAL_S, PAUSE, Rest
 from kvstore.worker.settings import Settings, VolumeSettings, Watermarks
-from kvstore.worker.volume import Volume
+from kvstore.worker.volumes.disk import Disk
+from kvstore.worker.volumes.volume import Volume
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.worker_kit import MIB

@@ -12,13 +12,13 @@ import pytest
 from kvstore.core.errors import Corrupt
 from kvstore.core.types import BlockId
 from kvstore.pb import master_pb2 as m
-from kvstore.worker import names as worker_names
-from kvstore.worker import note as notes
-from kvstore.worker import recover
-from kvstore.worker.block import Block
-from kvstore.worker.disk import Disk
-from kvstore.worker.note import Note
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.reports import names as worker_names
+from kvstore.worker.reports import note as notes
+from kvstore.worker.reports import recover
+from kvstore.worker.reports.note import Note
 from kvstore.worker.settings import Settings, VolumeSettings
+from kvstore.worker.volumes.disk import Disk
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.fake_master import FakeMaster, make, running, split

@@ -16,13 +16,13 @@ from kvstore.core import mover as core
 from kvstore.core.errors import Corrupt
 from kvstore.core.types import BlockId
 from kvstore.pb import master_pb2 as m
-from kvstore.worker import names as worker_names
-from kvstore.worker import note as notes
-from kvstore.worker.block import Block
-from kvstore.worker.counters import Reason
-from kvstore.worker.disk import Disk, FileState, disk_bytes
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.blocks.counters import Reason
+from kvstore.worker.reports import names as worker_names
+from kvstore.worker.reports import note as notes
 from kvstore.worker.settings import Settings, VolumeSettings, Watermarks
-from kvstore.worker.volume import Volume, extra_bytes
+from kvstore.worker.volumes.disk import Disk, FileState, disk_bytes
+from kvstore.worker.volumes.volume import Volume, extra_bytes
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.accounting import check_exact, files_below, stop_moves, used_on_disk

@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvstore.core.types import Address, BlockId
-from kvstore.worker import note as notes
-from kvstore.worker.note import Note
+from kvstore.worker.reports import note as notes
+from kvstore.worker.reports.note import Note
 
 ADDRESS = Address(BlockId(7, 8), 9, 10)
 NOTE = Note("a/é", 0o640, 1, 2, -3, 4, 2**64 - 1, 300, ADDRESS.block.pack(), 9, 10)

@@ -20,9 +20,9 @@ from kvstore.rpc.entries import address_to_pb
 from kvstore.rpc.link import AsyncLink
 from kvstore.rpc.metadata import Caller
 from kvstore.rpc.methods import WORKER_DESCRIBE
-from kvstore.worker import heatfile
-from kvstore.worker.block import Block
-from kvstore.worker.counters import Reason
+from kvstore.worker.blocks import heatfile
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.blocks.counters import Reason
 from kvstore.worker.settings import Settings, VolumeSettings, Watermarks
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidRequest, Unsupported
 from kvstore.core.types import BlockId
-from kvstore.worker import identity
-from kvstore.worker.books import Books
-from kvstore.worker.evict import Candidate, choose
-from kvstore.worker.fences import Fences
-from kvstore.worker.identity import Identity
-from kvstore.worker.sessions import Sessions
+from kvstore.worker.blocks.fences import Fences
+from kvstore.worker.capacity.evict import Candidate, choose
+from kvstore.worker.volumes import identity
+from kvstore.worker.volumes.books import Books
+from kvstore.worker.volumes.identity import Identity
+from kvstore.worker.writes.sessions import Sessions
 
 candidates = st.lists(st.builds(Candidate, st.integers(1, 100), st.booleans()))
 

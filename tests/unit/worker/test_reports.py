@@ -17,15 +17,15 @@ from kvstore.core.types import Address, BlockId, Seen
 from kvstore.pb import master_pb2 as m
 from kvstore.runtime import SystemRuntime
 from kvstore.worker import main as worker_main
-from kvstore.worker.block import Block
-from kvstore.worker.counters import Reason
-from kvstore.worker.disk import Disk
-from kvstore.worker.identity import Identity
-from kvstore.worker.membership import Membership
-from kvstore.worker.opening import open_volumes
-from kvstore.worker.report import Judged
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.blocks.counters import Reason
+from kvstore.worker.reports.membership import Membership
+from kvstore.worker.reports.report import Judged
 from kvstore.worker.settings import VolumeSettings
-from kvstore.worker.volume import Volume, open_volume
+from kvstore.worker.volumes.disk import Disk
+from kvstore.worker.volumes.identity import Identity
+from kvstore.worker.volumes.opening import open_volumes
+from kvstore.worker.volumes.volume import Volume, open_volume
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.fake_master import FakeMaster, make, running, split
@@ -169,7 +169,7 @@ async def test_removed_blocks_are_unlinked_by_order_and_reported(worker: Worker,
 async def test_evict_tells_first_and_unlinks_after_the_reply(
     worker: Worker, master: FakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.worker.report.ANNOUNCE_WAIT_S", 30.0)  # a busy machine is no absent master
+    monkeypatch.setattr("kvstore.worker.reports.report.ANNOUNCE_WAIT_S", 30.0)  # a busy machine is no absent master
     block = await put(worker, master, os.urandom(MIB))
     told = asyncio.Event()
     take = master._take
@@ -221,7 +221,7 @@ async def test_full_reports_come_in_pieces_that_cover_every_id(
     worker: Worker, master: FakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await master.until(lambda: any(r.HasField("full") for r in master.reports))  # the one of the registration
-    monkeypatch.setattr("kvstore.worker.fullreport.MAX_BATCH", 2)
+    monkeypatch.setattr("kvstore.worker.reports.fullreport.MAX_BATCH", 2)
     blocks = [await put(worker, master, os.urandom(10)) for _ in range(5)]
     stray = BlockId(3, 3)
     master.replicas[stray] = {worker.store.volumes[0].id}

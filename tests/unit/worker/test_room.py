@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.errors import NoSpace
-from kvstore.worker import room
-from kvstore.worker.block import Block
-from kvstore.worker.disk import Disk
+from kvstore.worker.blocks.block import Block
+from kvstore.worker.capacity import room
 from kvstore.worker.mover import AHEAD_S
 from kvstore.worker.settings import Settings, VolumeSettings, Watermarks
-from kvstore.worker.staging import Staged
+from kvstore.worker.volumes.disk import Disk
 from kvstore.worker.worker import Worker
+from kvstore.worker.writes.staging import Staged
 from tests.support import worker_kit as kit
 from tests.support.accounting import check_exact
 from tests.support.worker_kit import MIB

@@ -18,10 +18,10 @@ from kvstore.config import WorkerConfig
 from kvstore.core.errors import NotFound
 from kvstore.core.types import BlockId
 from kvstore.pagecache import _absent, absent_runs, pages_in_core
-from kvstore.worker import scrub
-from kvstore.worker.disk import Disk
+from kvstore.worker.blocks import scrub
+from kvstore.worker.blocks.scrub import Limits, Round, Scrubber
 from kvstore.worker.main import settings_of
-from kvstore.worker.scrub import Limits, Round, Scrubber
+from kvstore.worker.volumes.disk import Disk
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.worker_kit import MIB
@@ -283,7 +283,7 @@ async def test_a_damaged_note_of_where_it_was_costs_a_round_no_more(
 ) -> None:
     ids = await put_some(tmp_path)
     (tmp_path / "volume-a" / scrub.NAME).write_bytes(data)
-    with caplog.at_level(logging.WARNING, "kvstore.worker.scrub"):
+    with caplog.at_level(logging.WARNING, "kvstore.worker.blocks.scrub"):
         async with scrubbing(tmp_path) as worker:
             await scrubbed(worker, len(ids))
     assert sum("is of no use" in r.getMessage() for r in caplog.records) == 1

@@ -17,7 +17,7 @@ from kvstore.core import sockproto as sp
 from kvstore.core.errors import Denied, InvalidRequest, KvError, NotFound, TooLarge, Unsupported
 from kvstore.core.limits import MAX_BLOCK_BYTES, MAX_SOCKET_MESSAGE_BYTES
 from kvstore.core.types import BlockId
-from kvstore.worker.fdsocket import MAX_OUTSTANDING
+from kvstore.worker.serving.fdsocket import MAX_OUTSTANDING
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 
@@ -254,7 +254,7 @@ async def test_a_failed_seal_may_be_tried_again(worker: Worker) -> None:
 async def test_seals_are_forgotten_with_their_session_and_beyond_a_bound(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.worker.seals.MAX_REMEMBERED", 2)
+    monkeypatch.setattr("kvstore.worker.writes.seals.MAX_REMEMBERED", 2)
     client = AsyncLocalWorker(worker.settings.socket, session=5)
     handles = [await written(client, bytes([i])) for i in range(3)]
     sealed = [await client.seal(handle, 1) for handle in handles]

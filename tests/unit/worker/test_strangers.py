@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.core.errors import Corrupt, KvError, NotFound
 from kvstore.core.types import Address, BlockId
-from kvstore.worker.volume import Volume
+from kvstore.worker.volumes.volume import Volume
 from kvstore.worker.worker import Worker
 from tests.support import fake_master
 from tests.support import worker_kit as kit

@@ -17,12 +17,12 @@ from pathlib import Path
 import pytest
 
 from kvstore.core.errors import Corrupt, NotFound, Unavailable
-from kvstore.worker import lease
-from kvstore.worker.disk import Disk, NotAFile, disk_error
-from kvstore.worker.held import unlink_watched
-from kvstore.worker.identity import Identity
 from kvstore.worker.settings import VolumeSettings
-from kvstore.worker.volume import Volume, open_volume
+from kvstore.worker.volumes import lease
+from kvstore.worker.volumes.disk import Disk, NotAFile, disk_error
+from kvstore.worker.volumes.held import unlink_watched
+from kvstore.worker.volumes.identity import Identity
+from kvstore.worker.volumes.volume import Volume, open_volume
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
 from tests.support.child import in_child

@@ -1,0 +1,1 @@
+"""Names and blocks: one verb a file, over `tree` and `blocks`."""

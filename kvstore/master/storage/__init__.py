@@ -1,0 +1,1 @@
+"""Rows, and how they become durable: RocksDB, its log, the journal, group commit."""

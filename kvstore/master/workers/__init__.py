@@ -1,0 +1,1 @@
+"""Workers: who they are, what they tell, what they are told."""

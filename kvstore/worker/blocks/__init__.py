@@ -1,0 +1,1 @@
+"""What is here: blocks, their heat and labels, and whether their bytes are right."""

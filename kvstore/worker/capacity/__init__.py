@@ -1,0 +1,1 @@
+"""Room on the volumes: who gets it, who gives it up."""

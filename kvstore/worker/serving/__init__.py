@@ -1,0 +1,1 @@
+"""Clients and peers: the Unix socket, gRPC, opening and fetching."""

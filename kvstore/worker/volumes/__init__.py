@@ -1,0 +1,1 @@
+"""One volume and its disk: files, bytes, who holds what."""

@@ -1,0 +1,1 @@
+"""How a block comes: sessions, staging, seal."""
