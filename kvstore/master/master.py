@@ -235,7 +235,7 @@ class Master:
         check_beat(beat)
         now_s = self._runtime.monotonic_s()
         node = await self._mutate(lambda change: self.nodes.heartbeat(change, beat, now_s), ALWAYS)
-        if node is None or node.is_to_register:
+        if node is None or node.has_to_register:
             return Orders(register=True)
         table = self.quotas.table
         return (await self._orders(node))._replace(

@@ -54,6 +54,13 @@ class Node:
         self.relabelled: dict[bytes, None] = {}
         self.is_to_register = False
 
+    @property
+    def has_to_register(self) -> bool:
+        """Likewise as long as it has not shown by a registration that it knows that it is collected from again: the
+        order may be lost, or followed by a registration from before it.
+        """
+        return self.is_to_register or (self.row.collects and bool(self.row.recovered))
+
     def __repr__(self) -> str:
         return f"<Node {self.id} at {self.row.endpoint}, missed {self.missed}>"
 

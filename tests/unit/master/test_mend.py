@@ -93,6 +93,7 @@ async def test_names_come_back_by_themselves_and_clients_go_on(lost: Lost) -> No
         assert [(await w.beat(i)).register for i in (1, 2)] == [True, True], "they hear of it by registering"
         assert await lost.join(w, 1)
         assert await lost.join(w, 2, lost.beyond)
+        assert await lost.join(w, 1, Seen(w.master.incarnations.current, w.master.counters().sequence)), "it has heard"
         assert "mend complete" in w.master.notice
         assert "--discard" not in w.master.notice
         assert address(1).block.pack() in (await w.beat(1)).unlink

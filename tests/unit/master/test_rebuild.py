@@ -91,11 +91,13 @@ async def test_workers_are_trusted_again_when_each_block_has_a_name() -> None:
         whole, bare = await w.join(1, **AHEAD), await w.join(2, **AHEAD)
         assert (whole.row.collects, whole.row.recovered) == (True, SEEN)
         assert (bare.row.collects, bare.row.recovered) == (False, [])
-        assert not (await w.beat(1)).register
+        assert (await w.beat(1)).register, "that registration was one from before the end, for all the master knows"
+        assert not (await w.beat(2)).register
         ids = Full(2, b"\0" * 16, b"\xff" * 16, [address(2, 14).block.pack()])
         assert (await w.report(2, full=ids, dead=[address(2, 14)])).full.verdicts == [Verdict.UNKNOWN]
         later = await w.join(1, cluster=CLUSTER, sequence=6000, seen=[Seen(w.master.incarnations.current, 6000)])
         assert later.row.recovered == [], "once it has seen this history, the other one is forgotten"
+        assert not (await w.beat(1)).register
 
 
 @pytest.mark.allow_errors("rolled back")
