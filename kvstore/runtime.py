@@ -1,7 +1,7 @@
 """What a process takes from outside: time, randomness, threads. Injected, so that a simulation can own them.
 
-The disk (`worker.disk`), the database (`master.db`) and the transport (`rpc.link`) are the other seams, each with an
-interface of its own where it is used.
+The disk (`worker.volumes.disk`), the database (`master.storage.db`) and the transport (`rpc.link`) are the other seams,
+each with an interface of its own where it is used.
 """
 
 from __future__ import annotations

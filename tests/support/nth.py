@@ -4,7 +4,7 @@ its calls failing, until it passes untouched (SQLite's method).
 The cluster is the simulation's (`tests.sim.world`): its order is a seed's, so the first N - 1 calls are the same ones
 each time, and what was found once is found again. Calls are counted at three seams: system calls of workers
 (`worker.disk`), messages of the network, both ways (`rpc.transport`), writes and flushes of the master's database
-(`master.db`).
+(`master.storage.db`).
 """
 
 from __future__ import annotations
