@@ -256,14 +256,14 @@ class TempNames(Generic[V]):
 
     def unlink(self, key: Key, process: int = 0) -> list[V]:
         """The version that an UNLINK by this process means and all superseded ones leave; open ones stay with their
-        writers.
+        writers. It never means a superseded one: then the name would still be there.
         """
         slot = self._slots.get(key)
         if not slot:
             return []
-        gone = _of(slot.ready(), process)[:1]
-        gone += [v for v, _ in slot.superseded if v not in gone]
-        return self._remove_all(key, gone)
+        superseded = [v for v, _ in slot.superseded]
+        current = slot.ready()[: -len(superseded) or None]
+        return self._remove_all(key, [*_of(current, process)[:1], *superseded])
 
     def take_ready(self, key: Key) -> list[V]:
         """Every version that is not open leaves: another file was renamed to this name."""

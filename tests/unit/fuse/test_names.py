@@ -203,6 +203,16 @@ def test_unlink_takes_what_is_shown_and_what_is_superseded() -> None:
     assert table.all() == [other]
 
 
+def test_who_unlinks_a_name_that_another_process_has_written_anew_does_not_leave_it_there() -> None:
+    mine, fresh, other = Version(1, process=10), Version(2, process=20), Version(3)
+    table = names(mine, other)
+    table.closed(KEY, mine, 0.0)
+    table.rewritten(KEY, mine, fresh, 0.0)
+    table.closed(KEY, fresh, 0.0)
+    assert table.unlink(KEY, 10) == [fresh, mine]
+    assert table.lookup(KEY) is None
+
+
 def test_closed_versions_expire_and_superseded_ones_sooner() -> None:
     old, new, writing = Version(1), Version(1), Version(3)
     table = names(old, writing)
