@@ -75,4 +75,6 @@ def reads(node: Node) -> dict[str, int]:
 def state(node: Node) -> str:
     if not node.live:
         return "dead"
+    if not node.volumes:
+        return "no volume"  # in service: its log says why
     return "draining" if node.draining else "live"

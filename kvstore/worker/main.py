@@ -92,13 +92,14 @@ def _routes(worker: Worker) -> dict[str, Route]:
 
 
 def _alive(worker: Worker) -> Callable[[], str | None]:
-    return lambda: None if worker.store.in_service else "no volume is in service"
+    """A restart takes volumes back that were mended, or emptied."""
+    return lambda: None if worker.store.in_service else "no volume is in service: the log says why"
 
 
 def _ready(worker: Worker) -> Callable[[], str | None]:
     def problem() -> str | None:
         if worker.joined.is_set():
-            return None
+            return _alive(worker)()
         return f"not registered with a master: {worker.complaint or _silent(worker)}"
 
     return problem
