@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from kvstore.config.units import format_size
 from kvstore.core.errors import KvError, NoSpace, ReadOnly, Unavailable
 from kvstore.master.storage.change import Change
 from kvstore.master.storage.db import Cf, Db, Op
@@ -65,11 +66,23 @@ class Committer:
             raise self.failure
         if self.damage is not None and share > ALWAYS:
             raise ReadOnly(self.damage)
+        if why := self._shortage(share):
+            raise NoSpace(why)
+
+    @property
+    def shortage(self) -> str:
+        """Why nothing that grows the database is taken; "" while the drive has room."""
+        return self._shortage(GROWS)
+
+    def _shortage(self, share: float) -> str:
         reserve = int(self._reserve_bytes * share)
-        if self._free is not None and self._free < reserve:
-            raise NoSpace(
-                f"the master's drive has {self._free} bytes left; free some, at least {reserve} are kept in reserve"
-            )
+        if self._free is None or self._free >= reserve:
+            return ""
+        kind = "new names" if share == GROWS else "removals, too,"
+        return (
+            f"{kind} are refused: the master's drive has {format_size(self._free)} left, and {format_size(reserve)} "
+            "are kept in reserve (master.free_reserve); free some"
+        )
 
     def stop_mutations(self, damage: str) -> None:
         """From now on `admit` lets only registrations and heartbeats pass: without them files would be hidden."""
@@ -123,9 +136,15 @@ class Committer:
             return
         try:
             self._write([Op(Cf.META, META_PULSE, pack_u64(self._runtime.wall_ns()))], self._sequence)
-            self._free = await self._runtime.in_thread(self._free_bytes)
+            self._look_at(await self._runtime.in_thread(self._free_bytes))
         except (KvError, OSError) as error:
             self._fail(error)
+
+    def _look_at(self, free: int) -> None:
+        """What is left of the drive, said once when it becomes too little and once when it is enough again."""
+        before, self._free = self.shortage, free
+        if bool(before) != bool(self.shortage):
+            log.warning("%s", self.shortage or "the master's drive has room again: new names are taken")
 
     def close(self) -> None:
         """Answer all who still wait."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -184,12 +185,16 @@ async def test_the_pulse_finds_a_lost_drive_without_traffic() -> None:
         await asyncio.wait_for(b.committer.failed.wait(), WAIT_S)
 
 
-async def test_the_reserve_stops_mutations_before_the_drive_is_full() -> None:
+async def test_the_reserve_stops_mutations_before_the_drive_is_full(caplog: pytest.LogCaptureFixture) -> None:
     async with bench() as b:
         b.db.turn.release(100)
-        b.free = 99
         await b.committer.pulse()
-        with pytest.raises(NoSpace, match="99 bytes left"):
+        assert b.committer.shortage == ""
+        b.free = 99
+        for _ in range(2):
+            await b.committer.pulse()
+        assert b.committer.shortage.startswith("new names are refused: the master's drive has 99 B left, and 100 B are")
+        with pytest.raises(NoSpace, match="99 B left"):
             b.committer.admit()
         b.committer.admit(SHRINKS)
         b.free = 24
@@ -200,6 +205,10 @@ async def test_the_reserve_stops_mutations_before_the_drive_is_full() -> None:
         b.free = 100
         await b.committer.pulse()
         b.committer.admit()
+        assert [r.getMessage()[:30] for r in caplog.records if r.levelno == logging.WARNING] == [
+            "new names are refused: the mas",
+            "the master's drive has room ag",
+        ]
 
 
 async def test_damage_stops_mutations_but_no_heartbeat() -> None:
