@@ -21,6 +21,9 @@ from kvstore.fuse.saved import NOTHING_SAVED, Saved
 
 HAND_SHAKE_S: Final = 1.0
 """How long the second open may take to come. It comes within microseconds, unless it is refused on the way."""
+CONTESTED_S: Final = 10.0
+"""How long after a lost race for a temporary name each look-up is answered a number of its own: the kernel's second try
+may have to wait for the directory's lock behind many others."""
 GRACE_S: Final = 0.1
 """How long after an ESTALE every look-up leads to the writers' file, while anybody has it open for writing."""
 MAX_ALIASES: Final = 1024
@@ -97,7 +100,7 @@ class LocalFiles:
     def contested(self, key: Key | None, now_s: float) -> None:
         """An open of this temporary name came too late for the version that its look-up was answered."""
         if key is not None:
-            self._contested[key] = now_s + HAND_SHAKE_S
+            self._contested[key] = now_s + CONTESTED_S
 
     def want(self, inode: int, key: Key | None, now_s: float) -> None:
         """A write-open of sealed `inode`, last seen as `key`, is about to be answered ESTALE."""

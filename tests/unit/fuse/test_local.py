@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstore.fuse.inodes import Numbers
-from kvstore.fuse.local import HAND_SHAKE_S, LocalFiles
+from kvstore.fuse.local import CONTESTED_S, LocalFiles
 from kvstore.fuse.localfile import LocalFile
 
 KEY = (1, "k.tmp")
@@ -39,7 +39,7 @@ def test_while_a_name_is_contested_each_look_up_has_a_number_of_its_own() -> Non
     assert local.get(numbers[0]) is first
     assert local.get(numbers[1]) is second
     assert local.get(numbers[2]) is file
-    assert local.shown(KEY, HAND_SHAKE_S) == (file, file.inode)
+    assert local.shown(KEY, CONTESTED_S) == (file, file.inode)
 
 
 def test_an_alias_ends_with_its_file() -> None:
