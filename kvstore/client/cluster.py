@@ -17,6 +17,7 @@ from kvstore.client.deadline import Deadline
 from kvstore.client.flight import AsyncFlight, Flight
 from kvstore.client.messages import ClusterMap
 from kvstore.client.meta import AsyncMeta, Meta
+from kvstore.client.weakly import weakly, weakly_async
 from kvstore.core.errors import KvError, Unavailable
 from kvstore.core.limits import MAX_BLOCK_BYTES, METADATA_TIMEOUT_S
 from kvstore.core.placement import Candidate, choose
@@ -103,6 +104,7 @@ class AsyncCluster:
         self._cached = _Cached()
         self._asking: AsyncFlight[ClusterMap] = AsyncFlight()
         self._links: dict[str, AsyncLink] = {}
+        self._weak_ask = weakly_async(self._ask)
 
     @property
     def max_block_bytes(self) -> int:
@@ -141,7 +143,7 @@ class AsyncCluster:
         await asyncio.gather(*(link.close() for link in links))
 
     def _breaker(self, endpoint: str) -> AsyncBreaker:
-        return AsyncBreaker(_name(endpoint), [endpoint], partial(_ask, self.link(endpoint)), owner=self)
+        return AsyncBreaker(_name(endpoint), [endpoint], partial(self._weak_ask, endpoint), owner=self)
 
     async def _renew(self, deadline: Deadline) -> ClusterMap:
         if cluster := self._cached.fresh():  # brought while this caller came
@@ -151,10 +153,13 @@ class AsyncCluster:
         return cluster
 
     async def _prune(self, endpoints: set[str]) -> None:
-        for breaker in self.breakers.drop(endpoints):
-            await breaker.close()
-        for endpoint in self._links.keys() - endpoints:
-            await self._links.pop(endpoint).close()
+        links = [self._links.pop(endpoint) for endpoint in self._links.keys() - endpoints]
+        await asyncio.gather(*(breaker.close() for breaker in self.breakers.drop(endpoints)))
+        await asyncio.gather(*(link.close() for link in links))
+
+    async def _ask(self, endpoint: str, timeout_s: float) -> None:
+        """On its link of now: one that left the map for a while has another one since."""
+        await self.link(endpoint).call(WORKER_STAT, w.WorkerStatRequest(), timeout_s)
 
 
 class Cluster:
@@ -167,6 +172,7 @@ class Cluster:
         self._asking: Flight[ClusterMap] = Flight()
         self._lock = threading.Lock()
         self._links: dict[str, Link] = {}
+        self._weak_ask = weakly(self._ask)
 
     @property
     def max_block_bytes(self) -> int:
@@ -203,7 +209,7 @@ class Cluster:
             link.close()
 
     def _breaker(self, endpoint: str) -> ThreadBreaker:
-        return ThreadBreaker(_name(endpoint), [endpoint], partial(_ask_blocking, self.link(endpoint)), owner=self)
+        return ThreadBreaker(_name(endpoint), [endpoint], partial(self._weak_ask, endpoint), owner=self)
 
     def _renew(self, deadline: Deadline) -> ClusterMap:
         if cluster := self._cached.fresh():
@@ -213,21 +219,16 @@ class Cluster:
         return cluster
 
     def _prune(self, endpoints: set[str]) -> None:
-        for breaker in self.breakers.drop(endpoints):
-            breaker.close()
         with self._lock:
             gone = [self._links.pop(e) for e in self._links.keys() - endpoints]
+        for breaker in self.breakers.drop(endpoints):
+            breaker.close()
         for link in gone:
             link.close()
+
+    def _ask(self, endpoint: str, timeout_s: float) -> None:
+        self.link(endpoint).call(WORKER_STAT, w.WorkerStatRequest(), timeout_s)
 
 
 def _name(endpoint: str) -> str:
     return f"the worker at {endpoint}"
-
-
-async def _ask(link: AsyncLink, timeout_s: float) -> None:
-    await link.call(WORKER_STAT, w.WorkerStatRequest(), timeout_s)
-
-
-def _ask_blocking(link: Link, timeout_s: float) -> None:
-    link.call(WORKER_STAT, w.WorkerStatRequest(), timeout_s)

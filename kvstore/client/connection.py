@@ -16,9 +16,9 @@ from kvstore.client import sockets
 from kvstore.client.deadline import Deadline
 from kvstore.client.sockets import Answer, unreachable
 from kvstore.core import sockproto as sp
-from kvstore.core.errors import KvError, Timeout, Unavailable
+from kvstore.core.errors import KvError, Overloaded, Timeout, Unavailable
 from kvstore.core.limits import METADATA_TIMEOUT_S, PING_TIMEOUT_S, SILENCE_S
-from kvstore.rpc.breaker import Broken, Silent
+from kvstore.rpc.breaker import Broken, OutOfDescriptors, Silent
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class AsyncConnection:
         self.alive = True
         self._sock, self._path = sock, path
         self._loop = asyncio.get_running_loop()
-        self._ids = itertools.count(1)
+        self._ids = itertools.count()  # 0 = hello, and whatever a worker says that has not read one
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._unsent: collections.deque[tuple[int, bytes]] = collections.deque()
         self._ping: Ping | None = None
@@ -148,6 +148,7 @@ class AsyncConnection:
                 self._loop.add_writer(self._sock, self._writable)
                 return
             except OSError as error:
+                self._readable()  # why it hung up
                 self.close(unreachable(self._path, error))
                 return
             self._unsent.popleft()
@@ -223,6 +224,13 @@ def _drop(future: asyncio.Future[Answer]) -> None:
     """
     if not future.cancel() and not future.cancelled() and future.exception() is None:
         sockets.close_all(future.result().fds)
+
+
+def turned_away(path: str, error: Overloaded) -> KvError:
+    """What a caller gets of a worker that has no place for one more connection: no reason to wait for it, as another
+    one may have, nor a sign of silence. Want of descriptors here stays what it is.
+    """
+    return error if isinstance(error, OutOfDescriptors) else Lost(error.message, False, path)
 
 
 def connect_now(sock: socket.socket, path: str) -> bool:

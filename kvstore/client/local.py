@@ -19,14 +19,24 @@ import math
 from collections.abc import Sequence
 
 from kvstore.client import sockets
-from kvstore.client.connection import DEFAULT_S, NAME, TOLD_S, AsyncConnection, Lost, OnHello, given, no_hello
+from kvstore.client.connection import (
+    DEFAULT_S,
+    NAME,
+    TOLD_S,
+    AsyncConnection,
+    Lost,
+    OnHello,
+    given,
+    no_hello,
+    turned_away,
+)
 from kvstore.client.deadline import Deadline
 from kvstore.client.flight import AsyncFlight
 from kvstore.client.sockets import Answer, Opened, ProbedVolume, SealedBlock, StagedFile, Wanted
 from kvstore.client.sync_local import LocalWorker
 from kvstore.client.weakly import weakly_async
 from kvstore.core import sockproto as sp
-from kvstore.core.errors import Timeout, Unavailable
+from kvstore.core.errors import Overloaded, Timeout, Unavailable
 from kvstore.core.limits import METADATA_TIMEOUT_S, fetch_timeout_s, store_timeout_s
 from kvstore.core.types import Address
 from kvstore.rpc.breaker import AsyncBreaker
@@ -181,9 +191,11 @@ class AsyncLocalWorker:
         if self._closed:
             raise Unavailable("the client was closed")
         if self._connection is None or not self._connection.alive:
-            self._connection, self.hello = await AsyncConnection.open(
-                self.path, self._hello(), deadline, self._weak_ping
-            )
+            try:
+                opened = await AsyncConnection.open(self.path, self._hello(), deadline, self._weak_ping)
+            except Overloaded as error:
+                raise turned_away(self.path, error) from None
+            self._connection, self.hello = opened
             self._on_hello(self.hello)
         return self._connection
 

@@ -89,8 +89,10 @@ def receive(sock: socket.socket, path: str) -> Answer:
     """One message. Raises Unavailable when the connection is over, OSError as the socket does (BlockingIOError,
     TimeoutError).
     """
-    # Not socket.recv_fds: it ignores its flags in 3.11, and without CLOEXEC the fds leak into every child.
-    data, ancillary, flags, _ = sock.recvmsg(MAX_SOCKET_MESSAGE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    try:
+        data, ancillary, flags, _ = _recvmsg(sock)
+    except ConnectionResetError:  # it hung up without reading all that we sent; its last words may lie there still
+        data, ancillary, flags, _ = _recvmsg(sock)
     fds = _fds(ancillary)
     try:
         if not data:
@@ -110,6 +112,11 @@ def receive(sock: socket.socket, path: str) -> Answer:
         close_all(fds)
         raise
     return Answer(request_id, body, fds)
+
+
+def _recvmsg(sock: socket.socket) -> tuple[bytes, list[tuple[int, int, bytes]], int, object]:
+    # Not socket.recv_fds: it ignores its flags in 3.11, and without CLOEXEC the fds leak into every child.
+    return sock.recvmsg(MAX_SOCKET_MESSAGE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
 
 
 class _Truncated(Exception):

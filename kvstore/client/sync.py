@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import BinaryIO, Self
 
-from kvstore.client import arguments, files, fork, url
+from kvstore.client import arguments, files, url
 from kvstore.client.cache import MetadataCache
 from kvstore.client.cluster import Cluster
 from kvstore.client.deadline import Deadline, seconds
@@ -42,6 +42,7 @@ from kvstore.client.wiring import Parts
 from kvstore.core.errors import KvError
 from kvstore.core.limits import METADATA_TIMEOUT_S, START_TIMEOUT_S, fetch_timeout_s, store_timeout_s
 from kvstore.core.types import Entry
+from kvstore.rpc import fork
 
 
 class Client:
@@ -323,7 +324,7 @@ class Client:
     # ---- inside ----
 
     def forget(self) -> None:
-        """In the child of a fork, see `kvstore.client.fork`: new parts; the old ones are kept, for their end would
+        """In the child of a fork, see `kvstore.rpc.fork`: new parts; the old ones are kept, for their end would
         not work.
         """
         self._of_the_parent.append(self._parts)

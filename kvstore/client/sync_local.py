@@ -10,8 +10,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
-from kvstore.client import fork, sockets
+from kvstore.client import sockets
 from kvstore.client.connection import (
     BACKLOG_PAUSE_S,
     DEFAULT_S,
@@ -24,15 +25,17 @@ from kvstore.client.connection import (
     no_hello,
     silent,
     timed_out,
+    turned_away,
 )
 from kvstore.client.deadline import Deadline
 from kvstore.client.flight import Flight
 from kvstore.client.sockets import Answer, Opened, ProbedVolume, SealedBlock, StagedFile, Wanted, unreachable
 from kvstore.client.weakly import weakly
 from kvstore.core import sockproto as sp
-from kvstore.core.errors import KvError, Timeout, Unavailable
+from kvstore.core.errors import KvError, Overloaded, Timeout, Unavailable
 from kvstore.core.limits import METADATA_TIMEOUT_S, PING_TIMEOUT_S, SILENCE_S, fetch_timeout_s, store_timeout_s
 from kvstore.core.types import Address
+from kvstore.rpc import fork
 from kvstore.rpc.breaker import ThreadBreaker
 
 log = logging.getLogger(__name__)
@@ -165,7 +168,7 @@ class LocalWorker:
             except Lost as lost:
                 if fresh or (lost.sent and not repeat):
                     raise
-                sock, fresh = self._fresh(deadline), True
+                sock, fresh = self._connected(deadline), True
                 continue
             self._give_back(sock)
             return answer
@@ -177,8 +180,9 @@ class LocalWorker:
         sent = False
         try:
             sock.settimeout(deadline.left_s)
-            sock.send(data)
-            sent = True
+            with suppress(BrokenPipeError):  # it hung up, and may have said why
+                sock.send(data)
+                sent = True
             answer = receive(sock, deadline)
             if answer.request_id != request_id:
                 sockets.close_all(answer.fds)
@@ -226,7 +230,13 @@ class LocalWorker:
         with self._lock:
             if self._idle:
                 return self._idle.pop(), False
-        return self._fresh(deadline), True
+        return self._connected(deadline), True
+
+    def _connected(self, deadline: Deadline) -> socket.socket:
+        try:
+            return self._fresh(deadline)
+        except Overloaded as error:
+            raise turned_away(self.path, error) from None
 
     def _fresh(self, deadline: Deadline) -> socket.socket:
         step = Deadline(deadline.at_most(METADATA_TIMEOUT_S))

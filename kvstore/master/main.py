@@ -82,7 +82,7 @@ def settings_of(config: MasterConfig) -> Settings:
 
 
 async def _announce(running: Running, runtime: Runtime, endpoint: str, http_endpoint: str) -> None:
-    """Say that it is ready, once it refuses no client any more."""
+    """Say that it is ready, once it refuses no change any more."""
     master, where = running.master, f"gRPC at {endpoint}, HTTP at {http_endpoint}"
     if (refused := master.refusal()) is not None:
         log.info("listening for workers: %s; %s", where, refused)

@@ -22,7 +22,6 @@ from kvstore.core.types import Entry
 from kvstore.master.namespace import blocks, lookup, recount
 from kvstore.master.namespace.mkdir import mkdir
 from kvstore.master.namespace.policies import Wanted
-from kvstore.master.namespace.policies import every as every_policy
 from kvstore.master.namespace.publish import Published, Transaction, publish
 from kvstore.master.namespace.quotas import Quotas
 from kvstore.master.namespace.remove import Kind, remove
@@ -40,14 +39,12 @@ from kvstore.master.storage import journal
 from kvstore.master.storage.change import Change
 from kvstore.master.storage.commit import ALWAYS, GROWS, SHRINKS, Committer
 from kvstore.master.storage.db import Cf, Db
-from kvstore.master.storage.journal import directory_path
 from kvstore.master.storage.records import (
     COUNTERS,
     META_CLUSTER,
     META_COUNTERS,
     ClusterRow,
     Counters,
-    PolicyRow,
     dump,
 )
 from kvstore.master.workers import reports
@@ -91,9 +88,9 @@ class Master:
     def lookup(self, base: int, wanted: Sequence[str], node: str = "") -> list[lookup.Row]:
         """`node`: the caller's, whose replicas count even when it is not live."""
         check_batch(len(wanted))
-        refused = self.refusal()
-        if refused is not None:  # not NotFound: a directory that is gone would be gone for good (rule 27)
-            return [refused] * len(wanted)
+        if self.rebuild is not None and self.rebuild.refuses_reads:
+            # Not NotFound: a directory that is gone would be gone for good (rule 27).
+            return [self.rebuild.refuse()] * len(wanted)
         rows = lookup.lookup(self.db, self.nodes.seen_by(node), base, wanted)
         self.lookups.count(rows)
         return rows
@@ -162,12 +159,12 @@ class Master:
             await asyncio.sleep(0)
 
     def stat(self, base: int, path: str) -> Entry:
-        self._check_whole()
+        self._check_readable()
         return lookup.stat(self.db, self.nodes.cluster.live, base, path)
 
     def statfs(self, base: int, path: str) -> Space:
         """What the live volumes have, or less: what a quota above the path leaves of it. Raises NotFound, Stale."""
-        self._check_whole()
+        self._check_readable()
         found = holding(self.db, self.nodes.cluster.live, base, path)
         counters = self.counters()
         space = Space(*self.nodes.space(), counters.files, counters.directories - 1)
@@ -187,16 +184,11 @@ class Master:
 
     def policies(self, base: int, path: str) -> Holding:
         """What holds for a path. Raises NotFound, NotDirectory, Stale."""
-        self._check_whole()
+        self._check_readable()
         return holding(self.db, self.nodes.cluster.live, base, path)
 
     def all_policies(self) -> Sequence[Told]:
         return every(self.db)
-
-    def quota_rows(self) -> Sequence[tuple[str, PolicyRow]]:
-        """(path, row) of the directories that have a quota."""
-        rows = [policy.row for policy in every_policy(self.db) if policy.row.quota_bytes]
-        return [(directory_path(self.db, row.inode).rstrip("/"), row) for row in rows]
 
     def recount(self) -> bool:
         """A bounded step: blocks whose directory's policy came or went count for the right one. False when there is
@@ -240,7 +232,7 @@ class Master:
         table = self.quotas.table
         return (await self._orders(node))._replace(
             report_again=list(itertools.islice(node.relabelled, MAX_BATCH)),
-            send_names=self.rebuild is not None and self.rebuild.wants(node),
+            send_names=self.rebuild is not None and self.rebuild.wants(node, now_s),
             over=self.quotas.over(node.id),
             policies=table if table.version != beat.policies_version else None,
         )
@@ -266,7 +258,8 @@ class Master:
         rebuild, known = self.rebuild, self.nodes.registered(node, boot)
         if rebuild is None or known is None or not rebuild.takes(known):
             return False
-        await self._mutate(lambda change: rebuild.take(change, known, page), SHRINKS)
+        now_s = self._runtime.monotonic_s()
+        await self._mutate(lambda change: rebuild.take(change, known, page, now_s), SHRINKS)
         if is_last:
             rebuild.told_all(known)
         return True
@@ -369,17 +362,18 @@ class Master:
         change.put(Cf.META, META_CLUSTER, dump(ClusterRow(cluster)))
 
     def refusal(self) -> Unavailable | None:
-        """Why clients are refused, while names are being taken back."""
-        return self.rebuild.refuse() if self.rebuild is not None and self.rebuild.refuses_clients else None
+        """Why changes of clients are refused, while names are being taken back."""
+        return self.rebuild.refuse() if self.rebuild is not None else None
 
-    def _check_whole(self) -> None:
-        """Raises Unavailable while names are being taken back."""
+    def _check_readable(self) -> None:
+        """Raises Unavailable while most names are missing."""
+        if self.rebuild is not None and self.rebuild.refuses_reads:
+            raise self.rebuild.refuse()
+
+    async def _mutate_for_client(self, decide: Callable[[Change], T], share: float = GROWS) -> T:
         refused = self.refusal()
         if refused is not None:
             raise refused
-
-    async def _mutate_for_client(self, decide: Callable[[Change], T], share: float = GROWS) -> T:
-        self._check_whole()
         return await self._mutate(decide, share)
 
     def _change(self) -> Change:

@@ -44,7 +44,9 @@ class MasterMetrics:
 
     def _policies(self, master: Master) -> None:
         def read(what: Callable[[PolicyRow], float]) -> Callable[[], Iterable[Sample]]:
-            return lambda: [((f"/{path}",), what(row)) for path, row in master.quota_rows()]
+            return lambda: [
+                ((f"/{told.path}",), what(told.row)) for told in master.all_policies() if told.row.quota_bytes
+            ]
 
         quotas, used = read(lambda row: row.quota_bytes), read(lambda row: row.used_bytes)
         self.metrics.watch("master_policies", "Quotas, TTLs and pins", lambda: master.counters().policies)

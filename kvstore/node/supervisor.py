@@ -10,16 +10,18 @@ from collections.abc import Mapping
 from kvstore.core.errors import KvError
 from kvstore.node.child import Child, ChildSpec
 from kvstore.node.mountcheck import WatchedMount
-from kvstore.node.watch import PATIENCE, Patience, Watched, watch
+from kvstore.node.watch import PATIENCE, WORKER_PATIENCE, Patience, Watched, watch
 from kvstore.node.workercheck import WatchedWorker
 
 log = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Keeps its children running until `stop`; each restarts alone, mounts and workers also when they do not answer."""
+    """Keeps its children running until `stop`; each restarts alone, mounts and workers also when they do not answer:
+    after `patience`, or what is usual for their kind.
+    """
 
-    def __init__(self, max_pause_s: float, patience: Patience = PATIENCE) -> None:
+    def __init__(self, max_pause_s: float, patience: Patience | None = None) -> None:
         self._max_pause_s, self._patience = max_pause_s, patience
         self.children: list[Child] = []
         self._watches: list[asyncio.Task[None]] = []
@@ -30,7 +32,8 @@ class Supervisor:
         self.children.append(child)
         child.start()
         if watched := _watched(spec):
-            self._watches.append(asyncio.create_task(watch(child, watched, self._patience), name=f"watch {spec.name}"))
+            patience = self._patience or (PATIENCE if spec.mount else WORKER_PATIENCE)
+            self._watches.append(asyncio.create_task(watch(child, watched, patience), name=f"watch {spec.name}"))
         return child
 
     async def start(self, spec: ChildSpec, timeout_s: float) -> Mapping[str, str]:

@@ -45,6 +45,10 @@ class Patience(NamedTuple):
 
 
 PATIENCE: Final = Patience()
+WORKER_PATIENCE: Final = Patience(deadline_s=35.0)
+"""Nobody hangs in a worker: clients pass it over. One that was stopped for half a minute (a virtual machine was moved,
+somebody looked with a debugger) goes on by itself within two seconds of waking, and keeps what it had in memory.
+"""
 
 
 async def watch(child: Child, watched: Watched, patience: Patience) -> None:
@@ -62,16 +66,29 @@ async def watch(child: Child, watched: Watched, patience: Patience) -> None:
             log.warning("%s: %s (%d of %d)", watched.name, complaint, failures, patience.failures)
         if failures >= patience.failures:
             log.error("%s does not answer: ending it, to be started anew", watched.name)
-            await watched.release()
-            child.kill()
+            await _end(child, watched)
             failures = 0
 
 
+async def _end(child: Child, watched: Watched) -> None:
+    try:
+        await watched.release()
+    except Exception:
+        log.exception("%s: whoever hangs in it may go on to hang; ending it all the same", watched.name)
+    child.kill()
+
+
 async def _ask(watched: Watched, deadline_s: float) -> str | None:
-    """See `Watched.ask`; None when this process stood still meanwhile, so that nothing is known."""
+    """See `Watched.ask`; None when this process stood still meanwhile, so that nothing is known. A question that could
+    not be asked is our own fault, and no sign of silence.
+    """
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    complaint = await watched.ask(deadline_s)
+    try:
+        complaint = await watched.ask(deadline_s)
+    except Exception:
+        log.exception("%s cannot be asked whether it answers; trying again", watched.name)
+        return ""
     late_s = loop.time() - began_s - deadline_s
     if complaint and late_s > OVERDUE_S:
         log.warning(

@@ -18,6 +18,7 @@ import grpc.aio
 
 from kvstore.core.errors import Unavailable
 from kvstore.pb import worker_pb2 as w
+from kvstore.rpc import fork
 from kvstore.rpc.metadata import Caller
 from kvstore.rpc.methods import READ_PATH, WRITE_PATH, A, Method, Q
 from kvstore.rpc.status import from_rpc_error
@@ -25,16 +26,21 @@ from kvstore.rpc.transport import CHANNEL_OPTIONS, GRPC, Transport
 
 REPLACE_AFTER_S = 0.1
 """A channel younger than this had no fair chance yet: many threads that fail at once make one new channel."""
+_of_the_parent: list[object] = []
+"""In the child of a fork, for ever: the end of the last channel of a process joins gRPC's poller, a thread that only
+the parent has.
+"""
 
 
 class AsyncLink:
-    """For asyncio. Make it on the loop that uses it."""
+    """For asyncio. Make it on the loop that uses it. In the child of a fork it is of no use, and its end harmless."""
 
     def __init__(self, endpoint: str, caller: Caller, transport: Transport = GRPC) -> None:
         self.endpoint = endpoint
         self._metadata = caller.to_metadata()
         self._channel = transport.channel(endpoint)
         self._calls: dict[str, Any] = {}
+        fork.watch(self)
 
     def __repr__(self) -> str:
         return f"<AsyncLink {self.endpoint}>"
@@ -73,6 +79,10 @@ class AsyncLink:
 
     async def close(self) -> None:
         await self._channel.close()
+
+    def forget(self) -> None:
+        """In the child of a fork, see `kvstore.rpc.fork`."""
+        _of_the_parent.append(self._channel)
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:

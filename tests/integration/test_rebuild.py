@@ -253,6 +253,29 @@ def test_what_has_no_note_is_kept_until_an_operator_discards_it(cluster: Cluster
     check_all(cluster, {name: kept[name] for name in ("d/0", "d/1", "d/2")})
 
 
+def test_what_was_given_up_or_replaced_is_no_reason_to_ask_an_operator(cluster: Cluster) -> None:
+    first, second = cluster.workers
+    with client_of(cluster, first) as client, client_of(cluster, second) as other:
+        put_all(client, kept := values("d", 6))
+        wait_noted(cluster, *kept)
+        assert other.get("d/0") == kept["d/0"], "a second replica"
+        wait_until(lambda: "d/0" in noted(second), "it has a note")
+        second.stop()  # and hears of nothing that comes now
+        client.put("d/0", newer := os.urandom(500))
+        wait_until(lambda: all(map(_is_noted, _copies(first, newer))), "it is noted")
+        cluster.master.kill()
+        with pytest.raises(KvError):
+            client.put("in flight", in_flight := os.urandom(700), timeout_s=0.5)
+        shutil.rmtree(data_of(cluster))
+        start_master(cluster, *REBUILD)
+        second.start()
+        wait_complete(cluster)
+        assert "--discard" not in notice(cluster)
+        check_all(cluster, kept | {"d/0": newer})
+        wait_until(lambda: not _copies(second, kept["d/0"]), "what a later one has replaced goes", timeout_s=40)
+        wait_until(lambda: not _copies(first, in_flight), "so does what nobody has published", timeout_s=40)
+
+
 def _path(file: Path) -> str:
     note = notes.decode(os.getxattr(file, notes.ATTRIBUTE), Address.parse(file.name))
     return note.path if note else ""

@@ -1,18 +1,20 @@
-"""Damage in what the master's log had last: what was acknowledged by it is not collected, and its names come back by
-themselves. Real processes."""
+"""Damage in what the master's log had last: the names that it had acknowledged come back by themselves. Real
+processes."""
 
 from __future__ import annotations
 
 import os
-import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 import pytest
 
+from kvstore import Client, Unavailable
+from kvstore.core.errors import KvError
 from kvstore.master.main import DATABASE_DIRECTORY
-from kvstore.master.storage import mark, wal
+from kvstore.master.storage import logformat, mark
 from kvstore.worker.reports import note as notes
 from tests.integration.test_rebuild import (
     _copies,
@@ -33,8 +35,6 @@ from tests.integration.test_rebuild import (
 from tests.support import damage
 from tests.support.cluster import Cluster, wait_until
 
-LONG_PAST_THE_GRACE_S: Final = 3.0
-
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
@@ -50,11 +50,21 @@ def damage_from(cluster: Cluster, name: str) -> None:
     log = damage.logs(database)[-1]
     data = log.read_bytes()
     at = data.index(name.encode())
-    begin = max(record.end for record in wal._records(data, len(data)) if record.end <= at)
+    begin = max(record.end for record in logformat.records(data, len(data)) if record.end <= at)
     damage.overwrite(log, begin, bytes(byte ^ 0xFF for byte in data[begin:]))
 
 
-def test_what_the_damage_took_comes_back_and_nothing_of_it_is_collected(cluster: Cluster) -> None:
+def ready(cluster: Cluster) -> tuple[int, str]:
+    """(status, text) of the master's /readyz."""
+    try:
+        with urllib.request.urlopen(f"http://{cluster.master.facts['HTTP']}/readyz", timeout=5) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_what_the_damage_took_comes_back_and_what_nothing_names_goes(cluster: Cluster) -> None:
+    """Until then clients read what is there, and change nothing."""
     [worker] = cluster.workers
     with client_of(cluster, worker) as client:
         put_all(client, kept := values("before", 5))
@@ -68,29 +78,41 @@ def test_what_the_damage_took_comes_back_and_nothing_of_it_is_collected(cluster:
     os.removexattr(_copies(worker, bare)[0], notes.ATTRIBUTE)
     damage_from(cluster, "lost and noted")
 
-    cluster.master.start()
+    start_master(cluster, "--http", "127.0.0.1:0")
     assert lines(cluster.master, "were damaged and are cut off"), cluster.master.log_tail()
-    with client_of(cluster) as client:
-        client.mkdir("clients go on")
+    with Client(cluster.url, metadata_ttl_s=0.0, timeout_s=1) as client:
+        assert client.stat("before/0").address is not None, "readers go on"
+        with pytest.raises(Unavailable, match="takes back what its log has lost"):
+            client.mkdir("changes wait")
+    status, why = ready(cluster)
+    assert (status, "takes back what its log has lost" in why, worker.node in why) == (503, True, True)
     worker.start()
     wait_complete(cluster)
+    assert ready(cluster)[0] == 200
+    assert "1 blocks (7.81 KiB) have no name: they go" in notice(cluster)
+    assert "--discard" not in notice(cluster)
     check_all(cluster, kept | {"lost and noted": noted})
-    wait_until(lambda: "1 blocks" in notice(cluster), "the operator hears of the one without a name")
-    assert "--discard" in notice(cluster)
-    time.sleep(LONG_PAST_THE_GRACE_S)
-    assert _copies(worker, bare)
-    worker.restart()
-    cluster.master.restart()
-    cluster.wait_live(worker.node)
-    assert "nothing is collected on 1 workers" in notice(cluster)
-    time.sleep(LONG_PAST_THE_GRACE_S)
-    assert _copies(worker, bare)
+    wait_until(lambda: not _copies(worker, bare), "nobody can tell what it was", timeout_s=40)
+    check_all(cluster, kept | {"lost and noted": noted})
 
-    cluster.master.stop()
-    start_master(cluster, "--discard", "--rebuild-workers", "1")
-    wait_complete(cluster)
-    wait_until(lambda: not _copies(worker, bare), "now it goes", timeout_s=40)
-    check_all(cluster, kept | {"lost and noted": noted})
+
+def test_a_put_that_was_under_way_leaves_nothing_for_an_operator(cluster: Cluster) -> None:
+    [worker] = cluster.workers
+    with client_of(cluster, worker) as client:
+        put_all(client, kept := values("before", 5))
+        client.put("lost", lost := os.urandom(9000))
+        wait_noted(cluster, *kept, "lost")
+        cluster.master.kill()
+        with pytest.raises(KvError):
+            client.put("in flight", in_flight := os.urandom(7000), timeout_s=0.5)
+        damage_from(cluster, "lost")
+        cluster.master.start()
+        wait_complete(cluster)
+        wait_until(lambda: "nothing is collected" not in notice(cluster), "the worker is collected from again")
+        assert "--discard" not in notice(cluster)
+        wait_until(lambda: not _copies(worker, in_flight), "its bytes go", timeout_s=40)
+        client.put("in flight", in_flight)
+    check_all(cluster, kept | {"lost": lost, "in flight": in_flight})
 
 
 def test_a_mend_is_over_by_itself(cluster: Cluster) -> None:

@@ -158,9 +158,11 @@ class Drive:
             file.write(bytes([byte ^ bit]))
 
     def state(self, found: FileState) -> FileState:
-        """Of a file, as the kernel would tell it."""
+        """Of a file, as the kernel would tell it. What it takes on the disk is never hidden: a note may have come."""
         before = self.rotten.get(found.stamp.inode)
-        return found if before is None or before.size_bytes != found.size_bytes else before
+        if before is None or before.size_bytes != found.size_bytes:
+            return found
+        return before._replace(allocated_bytes=found.allocated_bytes)
 
     def error(self, path: str, writes: bool) -> OSError | None:
         if self.broken and self.random.random() < self.broken:

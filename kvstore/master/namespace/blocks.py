@@ -89,10 +89,14 @@ def bury_new(change: Change, cluster: Cluster, block: bytes, volume: int) -> Non
     """A block that was sealed and will not be needed dies unpublished; one that has a row, or that cannot be
     published, is left."""
     if cluster.publishable(*BlockId.unpack(block)) and change.get(Cf.BLOCKS, block) is None:
-        holders = [volume] if volume in cluster.homes else []
-        for holder in holders:
-            change.put(Cf.REPLICAS, replica_key(holder, block), EMPTY)
-        _put_dead(change, block, holders)
+        bury_found(change, block, [volume] if volume in cluster.homes else [])
+
+
+def bury_found(change: Change, block: bytes, volumes: list[int]) -> None:
+    """A block without a row, which lies in these volumes, dies."""
+    for volume in volumes:
+        change.put(Cf.REPLICAS, replica_key(volume, block), EMPTY)
+    _put_dead(change, block, volumes)
 
 
 def set_holders(

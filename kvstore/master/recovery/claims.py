@@ -1,9 +1,10 @@
 """What a worker has noted beside a block claims a name for it, when names are taken back (rule 22). Pure.
 
 A claim says: at sequence s the entry at this path listed this block. Of two that contradict each other (two blocks of
-one path, two paths of one block) the later one holds: by sequence among claims, by the time of its last change against
-an entry that the database had before. A directory that is needed for a name takes the place of a file. First they are
-gathered (`gather`), then placed in the tree in the order of their sequences.
+one path, two paths of one block) the later one holds: by sequence among claims. Against an entry that the database had
+before, a claim that goes on where the database ends is the later one, as nobody has changed anything since; one of any
+other history is judged by the time of its last change. A directory that is needed for a name takes the place of a file.
+First they are gathered (`gather`), then placed in the tree in the order of their sequences.
 
 The column `claims` holds what a crash in the middle must not lose, and goes at the end:
 
@@ -11,6 +12,7 @@ The column `claims` holds what a crash in the middle must not lose, and goes at 
     "c" sequence, block id  ClaimRow: that claim
     "n" inode               sequence of the claim that made this entry
     "u" volume, block id    length: a block for which no name was found yet
+    "o" block id            "" : its name went to a later one. If it finds no other it dies
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ from kvstore.master.storage.change import Change
 from kvstore.master.storage.db import Cf
 from kvstore.master.storage.records import (
     CLAIM,
+    EMPTY,
+    META_REBUILD,
     PERMISSIONS,
+    REBUILD,
     S_IFREG,
     BlockRow,
     NameRow,
@@ -52,6 +57,7 @@ BEST: Final = b"b"
 CLAIMED: Final = b"c"
 MADE: Final = b"n"
 UNNAMED: Final = b"u"
+OUSTED: Final = b"o"
 
 
 class NotedName(NamedTuple):
@@ -126,6 +132,7 @@ def _claimed(change: Change, claim: Claim, name: NotedName, row: BlockRow | None
     except InvalidRequest:
         return Outcome.MALFORMED
     except _Lost:
+        _oust(change, claim.address.block.pack())
         return Outcome.LOST
     part.merge()
     return Outcome.NAMED
@@ -167,9 +174,19 @@ def _directory(change: Change, view: Tree, name: NotedName, parts: Sequence[str]
 
 
 def _is_later(change: Change, name: NotedName, entry: NameRow) -> bool:
-    """Sequences of two histories cannot be compared: an entry that the database had is judged by its time."""
+    """Sequences of two histories cannot be compared: there an entry that the database had is judged by its time."""
     made_at = _made_at(change, entry)
-    return name.ctime_ns > entry.ctime_ns if made_at is None else name.at.sequence > made_at
+    if made_at is not None:
+        return name.at.sequence > made_at
+    return _goes_on(change, name.at) or name.ctime_ns > entry.ctime_ns
+
+
+def _goes_on(change: Change, at: Seen) -> bool:
+    """Whether this point, which the database lacks, follows its end: of the last master that clients have changed
+    anything at."""
+    stored = change.get(Cf.META, META_REBUILD)
+    served = REBUILD.load(stored).served if stored is not None else 0
+    return served != 0 and at.incarnation == served
 
 
 def _made_at(change: Change, entry: NameRow) -> int | None:
@@ -221,6 +238,7 @@ def _withdraw(change: Change, place: Place, entry: NameRow) -> None:
             change.delete(Cf.REPLICAS, replica_key(volume, entry.block))
             change.put(Cf.CLAIMS, unnamed_key(volume, entry.block), pack_u64(entry.length_bytes))
         change.delete(Cf.BLOCKS, entry.block)
+        _oust(change, entry.block)
         policies.count(change, row.policy, -row.length_bytes, -1)
     policies.forget(change, policies.own(change, entry.inode), is_dir=False)
     for column, key in (
@@ -233,8 +251,12 @@ def _withdraw(change: Change, place: Place, entry: NameRow) -> None:
     journal.append(change, "remove", *place, entry.inode, entry)
 
 
+def _oust(change: Change, block: bytes) -> None:
+    change.put(Cf.CLAIMS, OUSTED + block, EMPTY)
+
+
 def hold(change: Change, cluster: Cluster, node: str, block: bytes, row: BlockRow, volume: int) -> None:
-    """A volume of the node holds a block that is owned."""
+    """A volume of the node holds a block that has a row."""
     if volume not in row.volumes:
         mine = [v for v in row.volumes if cluster.homes.get(v) == node]
         blocks.set_holders(change, cluster, node, block, row, [*mine, volume])
@@ -248,18 +270,21 @@ class Unnamed(NamedTuple):
 
 
 def settle_step(change: Change, cluster: Cluster, start: bytes, unnamed: dict[str, Unnamed]) -> bytes:
-    """Once all claims are in: blocks without one get their holders, where another replica had a name; the rest are
-    counted in `unnamed`, by node. Looks at STEP rows; returns where to go on, b"" at the end."""
+    """Once all claims are in: blocks without one get their holders, where another replica had a name; those that lost
+    theirs die; the rest are counted in `unnamed`, by node. Looks at STEP rows; returns where to go on, b"" at the
+    end."""
     rows = change.scan(Cf.CLAIMS, start or UNNAMED, _after(UNNAMED), STEP)
     for key, length in rows:
         volume, block = unpack_u64(key, 1), key[9:]
         node = cluster.homes.get(volume, "")
         row = blocks.read(change, block)
-        if row is None:
+        if row is not None:
+            hold(change, cluster, node, block, row, volume)
+        elif change.get(Cf.CLAIMS, OUSTED + block) is not None:
+            blocks.bury_found(change, block, [volume])
+        else:
             count, size = unnamed.get(node, Unnamed())
             unnamed[node] = Unnamed(count + 1, size + unpack_u64(length))
-        elif not row.dead:
-            hold(change, cluster, node, block, row, volume)
     return rows[-1][0] + b"\0" if len(rows) == STEP else b""
 
 

@@ -1,39 +1,43 @@
 """Names are taken back from the workers after the master's disk was lost, emptied or replaced by an older one, or what
 the workers have beyond the database is forgotten (rules 16, 22): `kvstore master --rebuild`, `--discard`. After damage
-at the end of its log (`wal.CUT`) a start *mends* by itself: a rebuild beside the clients, who go on.
+at the end of its log (`wal.CUT`) a start *mends* by itself: a rebuild of a few seconds, beside those who read.
 
     gather   workers register and, unless all is discarded, send what is noted beside their blocks (`gather`). Ends when
              as many as the operator expects are there, or when no new one has come for a while, and all have sent
-             everything; a mend expects all that the database knows
+             everything, but for those that are asked and send nothing (`telling`). A mend expects those that the
+             database knows, and ends after MEND_MAX_S whoever is missing
     place    the claims become entries (`claims`)
-    settle   blocks without a note get their holders where another replica had a name; the rest are counted
+    settle   blocks without a note get their holders where another replica had a name; those whose name a later one has
+             taken die; the rest are counted
     clear    the column `claims` is emptied
-    finish   workers of which every block has a name, and all workers after a discard, are collected from again
+    finish   workers of which every block has a name, and all workers after a discard, are collected from again; after a
+             mend all that have told everything
 
-Until the end nothing is unlinked, and clients are refused but by a mend. A crash in between: it begins anew at the next
-start, from what is there. Blocks without a name are kept until an operator discards them: an older copy of the database
-may know them.
+Until the end nothing is unlinked, and clients are refused; a mend lets them read. So nothing that somebody was told can
+be undone. A crash in between: it begins anew at the next start, from what is there. Blocks without a name are kept by a
+rebuild until an operator discards them, as a newer copy of the database may know them; of a mend's there is none.
 """
 
 from __future__ import annotations
 
 import enum
-import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence, Set
 from typing import Final, NamedTuple
 
 import msgspec
 
 from kvstore.config.units import format_size
 from kvstore.core.errors import InvalidRequest, Unavailable
-from kvstore.core.types import U63_MAX, BlockId, Seen
+from kvstore.core.types import U63_MAX, Seen
 from kvstore.master.recovery import claims, gather
 from kvstore.master.recovery.claims import Claim, Outcome, Unnamed
+from kvstore.master.recovery.telling import Telling
 from kvstore.master.storage.change import Change
 from kvstore.master.storage.db import Cf, Reader
 from kvstore.master.storage.records import META_REBUILD, NODE, REBUILD, RebuildRow, dump
+from kvstore.master.workers import incarnations
 from kvstore.master.workers.nodes import MAX_NODES, Node, Nodes
 from kvstore.master.workers.told import Registration
 
@@ -41,15 +45,16 @@ log = logging.getLogger(__name__)
 
 WAIT_S: Final = 30.0
 """For another worker, when nobody says how many there are."""
-MEND_WAIT_S: Final = 600.0
-"""For those that the database knows, when a rack comes up again after a power cut: nobody waits for a mend."""
+STUCK_S: Final = 60.0
+"""Without a page from a worker that is asked: twice what it gives the call that brings one."""
+MEND_STUCK_S: Final = 10.0
 MEND_QUIET_S: Final = 5.0
-"""After the last of them has come: puts that the restart has interrupted are published meanwhile."""
+"""After the last worker has come, for others that the database knows."""
+MEND_MAX_S: Final = 30.0
+"""Changes are refused meanwhile: who has not told all by then is not collected from, and an operator hears of it."""
 PROGRESS_EVERY_S: Final = 2.0
 MAX_SHOWN: Final = 5
 """Workers that a line names."""
-MAX_TELLING: Final = 8
-"""Workers that send their names at the same time: a page takes the loop for some 30 ms, and its worker waits for it."""
 INODES_AT: Final = 40
 """Inode numbers go on at a random multiple of 2^40: none that a mount may still know comes again for other content."""
 
@@ -68,7 +73,7 @@ class Wanted(NamedTuple):
     wait_s: float = WAIT_S
 
 
-MEND: Final = Wanted(Kind.MEND, wait_s=MEND_WAIT_S)
+MEND: Final = Wanted(Kind.MEND, wait_s=MEND_QUIET_S)
 
 
 class Step(enum.Enum):
@@ -79,21 +84,11 @@ class Step(enum.Enum):
     DONE = enum.auto()
 
 
-class _Worker:
-    """One that has registered. `seen`: what of other histories; `is_told`: it has sent everything."""
-
-    def __init__(self, new: Registration) -> None:
-        self.boot, self.minted, self.seen, self.is_told = new.boot, new.minted, list(new.seen), False
-
-    def is_new(self, block: BlockId) -> bool:
-        """Whether it came to be under this master: of a put that is under way, and nothing that was ever lost."""
-        return block.boot == self.boot and 0 < self.minted <= block.counter
-
-
 def begin(change: Change, wanted: Wanted | None, random: int) -> Wanted | None:
     """Which rebuild this start of a master has to do, one that a crash cut short included. None: none."""
     stored = change.get(Cf.META, META_REBUILD)
-    begun = Kind(REBUILD.load(stored).kind) if stored is not None else None
+    row = REBUILD.load(stored) if stored is not None else None
+    begun = Kind(row.kind) if row is not None else None
     if begun is not None and wanted in (None, MEND):
         wanted = MEND if begun is Kind.MEND else Wanted(begun)
     if wanted is None:
@@ -102,7 +97,8 @@ def begin(change: Change, wanted: Wanted | None, random: int) -> Wanted | None:
         _distrust_all(change)
     elif begun in (None, Kind.MEND):
         change.counters.next_inode = max(change.counters.next_inode, _inodes(random))
-    change.put(Cf.META, META_REBUILD, dump(RebuildRow(wanted.kind.value)))
+    served = incarnations.last(change) if row is None else row.served
+    change.put(Cf.META, META_REBUILD, dump(RebuildRow(wanted.kind.value, served)))
     return wanted
 
 
@@ -130,20 +126,25 @@ class Rebuild:
         self.wanted, self.step, self.notice = wanted, Step.GATHER, f"{wanted.kind.value}: waiting for the first worker"
         self.base_sequence = base_sequence
         self._nodes = nodes
-        self._known = {node.id for node in nodes if node.row.volumes} if wanted.kind is Kind.MEND else set()
-        self._workers: dict[str, _Worker] = {}
+        self._is_mend = wanted.kind is Kind.MEND
+        self._known = {node.id for node in nodes if node.row.volumes} if self._is_mend else set()
+        self._telling = Telling(nodes, MEND_STUCK_S if self._is_mend else STUCK_S, now_s)
         self._tally: Counter[Outcome] = Counter()
         self._unnamed: dict[str, Unnamed] = {}
         self._at = b""
-        self._newest_s = self._said_s = now_s
+        self._began_s = self._said_s = now_s
 
     @property
-    def refuses_clients(self) -> bool:
-        """A mend lacks little, and clients can do without."""
-        return self.wanted.kind is not Kind.MEND
+    def refuses_reads(self) -> bool:
+        """A mend lacks little: what it does not know yet is a miss."""
+        return not self._is_mend
 
     def refuse(self) -> Unavailable:
         """The error for clients."""
+        if self._is_mend:
+            return Unavailable(
+                f"the master takes back what its log has lost; try again in a few seconds ({self.notice})"
+            )
         return Unavailable(f"the master takes names back from its workers ({self.notice}); try again later")
 
     # ---- gather
@@ -156,34 +157,28 @@ class Rebuild:
         change.counters.sequence = max(change.counters.sequence, highest)
 
     def registered(self, new: Registration, now_s: float) -> None:
-        known = self._workers.get(new.node)
-        if known is None:
-            self._newest_s = now_s
-        if known is None or known.boot != new.boot:
-            self._workers[new.node] = _Worker(new)
+        self._telling.registered(new, now_s)
 
-    def wants(self, node: Node) -> bool:
-        """Whether this worker is to begin to send its names: a few at a time, in the order in which they came."""
-        return self.takes(node) and node.id in itertools.islice(self._silent(), MAX_TELLING)
+    def wants(self, node: Node, now_s: float) -> bool:
+        """Whether this worker is to begin to send its names."""
+        return self.takes(node) and self._telling.is_turn(node, now_s)
 
     def takes(self, node: Node) -> bool:
         """Whether names of this worker are of use."""
-        worker = self._workers.get(node.id)
         is_gathering = self.step is Step.GATHER and self.wanted.kind is not Kind.DISCARD
-        return is_gathering and worker is not None and not worker.is_told
+        return is_gathering and self._telling.has_more(node)
 
-    def take(self, change: Change, node: Node, page: Sequence[Claim]) -> None:
+    def take(self, change: Change, node: Node, page: Sequence[Claim], now_s: float) -> None:
         """One page of a worker's; what it says of volumes that it does not have is ignored. Raises InvalidRequest."""
         gather.check(page)
-        mine, worker = set(node.row.volumes), self._workers[node.id]
+        mine, worker = set(node.row.volumes), self._telling.workers[node.id]
         own = [claim for claim in page if claim.volume in mine and not worker.is_new(claim.address.block)]
         self._tally += gather.take(change, self._nodes.cluster, node.id, own, self._is_ahead)
+        self._telling.heard(node, now_s)
 
     def told_all(self, node: Node) -> None:
         """That was its last page."""
-        worker = self._workers.get(node.id)
-        if worker is not None:
-            worker.is_told = True
+        self._telling.told_all(node)
 
     def _is_ahead(self, seen: Seen) -> bool:
         return self._nodes.lacks(seen, self.base_sequence)
@@ -207,66 +202,65 @@ class Rebuild:
         return True
 
     def _look(self, now_s: float) -> None:
-        told, waiting = self._progress()
+        self._telling.look(now_s)
         self.notice = (
-            f"{self.wanted.kind.value}: {len(self._workers)} workers here, {told} have told all; "
+            f"{self.wanted.kind.value}: {len(self._telling.workers)} workers here, {self._telling.told} have told all; "
             f"{sum(self._tally[outcome] for outcome in gather.OUTCOMES):,} blocks, {self._tally[Outcome.CLAIMED]:,} "
             f"names{self._missing(now_s)}"
         )
-        if not waiting and self._are_all_here(now_s):
+        if self._is_all_told(now_s):
             self.step = Step.PLACE
         elif now_s >= self._said_s + PROGRESS_EVERY_S:
             self._said_s = now_s
             log.info("%s", self.notice)
 
-    def _are_all_here(self, now_s: float) -> bool:
-        if self.wanted.kind is Kind.MEND:
-            wait_s = MEND_QUIET_S if self._known <= self._workers.keys() else self.wanted.wait_s
-            return now_s >= self._newest_s + wait_s
-        if not self._workers:
+    def _is_all_told(self, now_s: float) -> bool:
+        """Whether there is nobody to wait for any more."""
+        if self._is_mend and now_s >= self._began_s + MEND_MAX_S:
+            return True
+        here = self._telling.workers
+        if self.wanted.kind is not Kind.DISCARD and any(self._telling.silent()):
             return False
-        if self.wanted.workers:
-            return len(self._workers) >= self.wanted.workers
-        return now_s >= self._newest_s + self.wanted.wait_s
+        is_quiet = now_s >= self._telling.newest_s + self.wanted.wait_s
+        if not here:
+            return self._is_mend and not self._known and is_quiet
+        if self._is_mend:
+            return is_quiet or not self._awaited()
+        return len(here) >= self.wanted.workers if self.wanted.workers else is_quiet
+
+    def _awaited(self) -> list[str]:
+        """Workers that a mend has reason to expect: those that the database knows, while they count as live (rule 17),
+        and as long as nobody is here all of them."""
+        here = self._telling.workers
+        absent = [(id, self._nodes.get(id)) for id in sorted(self._known - here.keys())]
+        return [id for id, node in absent if not here or (node is not None and self._nodes.live(node))]
 
     def _missing(self, now_s: float) -> str:
-        """Whom it waits for, and who was refused."""
+        """Whom it waits for, who does not tell, and who was refused."""
         parts = []
-        if absent := sorted(self._known - self._workers.keys()):
-            parts.append(f"{_some(absent)} are awaited")
+        if awaited := self._awaited():
+            parts.append(f"{_some(awaited)} are awaited")
         elif self.wanted.workers:
             parts.append(f"{self.wanted.workers} workers are awaited")
-        elif not self._workers:
+        elif not self._telling.workers:
             parts.append("waiting for the first worker")
-        elif self.wanted.kind is not Kind.MEND:
-            left_s = max(0.0, self._newest_s + self.wanted.wait_s - now_s)
+        elif not self._is_mend:
+            left_s = max(0.0, self._telling.newest_s + self.wanted.wait_s - now_s)
             parts.append(f"others are awaited for {left_s:.0f} s more")
+        if stuck := self._telling.stuck:
+            parts.append(f"asked, and silent: {_some(stuck)}")
         if strangers := self._nodes.strangers:
             clusters = [f"{node} (of cluster {cluster})" for node, cluster in sorted(strangers.items())]
             parts.append(f"refused: {_some(clusters)}")
         return "".join(f"; {part}" for part in parts)
 
-    def _progress(self) -> tuple[int, int]:
-        """(workers that have told all, live ones that have not yet)."""
-        told = sum(worker.is_told for worker in self._workers.values())
-        if self.wanted.kind is Kind.DISCARD:
-            return told, 0
-        return told, sum(1 for _ in self._silent())
-
-    def _silent(self) -> Iterator[str]:
-        """Live workers that have not told all."""
-        for id, worker in self._workers.items():
-            node = self._nodes.get(id)
-            if not worker.is_told and node is not None and self._nodes.live(node):
-                yield id
-
     def _finish(self, change: Change) -> None:
         change.delete(Cf.META, META_REBUILD)
-        for id, worker in self._workers.items():
+        for id, worker in self._telling.workers.items():
             node = self._nodes.get(id)
             if node is None:
                 continue
-            is_whole = worker.is_told and not self._unnamed.get(id, Unnamed()).blocks
+            is_whole = worker.is_told and (self._is_mend or not self._unnamed.get(id, Unnamed()).blocks)
             if self.wanted.kind is Kind.DISCARD or is_whole:
                 self._nodes.trust(change, node, worker.seen)
             node.is_to_register = True
@@ -274,11 +268,10 @@ class Rebuild:
 
     def _sum_up(self, change: Change) -> None:
         lost, without = self._tally[Outcome.LOST], self._tally[Outcome.WITHOUT_NOTE]
-        unnamed = [sum(column) for column in zip(*self._unnamed.values(), strict=True)] or [0, 0]
         counters = change.counters
         self.notice = (
             f"{self.wanted.kind.value} complete: {counters.files:,} files in {counters.directories - 1:,} directories "
-            f"from {len(self._workers)} workers; blocks without a note {without:,}, names that a later one has "
+            f"from {len(self._telling.workers)} workers; blocks without a note {without:,}, names that a later one has "
             f"replaced {lost:,}, malformed {self._tally[Outcome.MALFORMED]:,}"
         )
         log.info("%s", self.notice)
@@ -286,15 +279,27 @@ class Rebuild:
             return
         if self.wanted.kind is Kind.REBUILD:
             self._say_what_may_be_old()
-        silent = {node for node, worker in self._workers.items() if not worker.is_told}
-        if absent := sorted(silent | self._known - self._workers.keys()):
-            log.warning("have not told all: %s; when they are back, --rebuild takes the rest", ", ".join(absent))
-        if unnamed[0]:
-            kept = f"{unnamed[0]:,} blocks ({format_size(unnamed[1])}) have no name"
-            self.notice += f"; {kept}: kept until the master is started with --discard"
+        absent = self._telling.untold | (self._known - self._telling.workers.keys())
+        if absent:
+            self.notice += f"; have not told all: {_some(sorted(absent))}"
+            log.warning("have not told all: %s; when they are back, --rebuild takes the rest", _some(sorted(absent)))
+        self._say_what_has_no_name(absent)
+
+    def _say_what_has_no_name(self, absent: Set[str]) -> None:
+        """A mend lets them go, but for those on workers that may still have a name for them."""
+        here = {id: unnamed for id, unnamed in self._unnamed.items() if not (self._is_mend and id in absent)}
+        count, size = (sum(column) for column in zip(*here.values(), strict=True)) if here else (0, 0)
+        if not count:
+            return
+        what = f"{count:,} blocks ({format_size(size)}) have no name"
+        if self._is_mend:
+            self.notice += f"; {what}: they go"
+            log.warning("%s: they go, as nothing can tell what they were (%s)", what, _some(sorted(here)))
+        else:
+            self.notice += f"; {what}: kept until the master is started with --discard"
             log.warning(
                 "%s: they are kept, and nothing is collected on their workers (%s), until the master is started with "
-                "--discard", kept, ", ".join(sorted(self._unnamed)),
+                "--discard", what, _some(sorted(here)),
             )  # fmt: skip
 
     def _say_what_may_be_old(self) -> None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import errno
 import logging
 import os
 import re
@@ -40,7 +41,7 @@ from typing import Final, NamedTuple, Protocol
 import rocksdict
 from rocksdict import DBRecoveryMode, Rdict, WriteBatch
 
-from kvstore.core.errors import Corrupt, Denied, KvError, Unavailable
+from kvstore.core.errors import Corrupt, Denied, KvError, NoSpace, Unavailable
 from kvstore.core.limits import KIB, MIB
 from kvstore.master.storage import wal
 from kvstore.master.storage.mark import Mark
@@ -158,8 +159,9 @@ MARK_EVERY_S: Final = 0.1
 class RocksDb:
     """RocksDB in one directory, made when it is missing.
 
-    Raises Unavailable when another process holds it, Denied without the right to, Corrupt when it is damaged, in one
-    line that names the file: a torn end of the log is tolerated, a hole in the middle is not.
+    Raises Unavailable when another process holds it, Denied without the right to, NoSpace when its drive is full,
+    Corrupt when it is damaged, in one line that names the file: a torn end of the log is tolerated, a hole in the
+    middle is not.
     """
 
     def __init__(self, path: Path) -> None:
@@ -342,8 +344,10 @@ def _column_options(cache: rocksdict.Cache) -> rocksdict.Options:
     return options
 
 
-def _denied(path: Path, error: OSError) -> Denied:
+def _denied(path: Path, error: OSError) -> Denied | NoSpace:
     what = f"{error.filename}: {error.strerror}" if error.filename not in (None, str(path)) else error.strerror
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpace(f"cannot use the data directory {path}: {what}; free some space there, and start it again")
     return Denied(
         f"cannot use the data directory {path}: {what}; user {os.geteuid()} must be able to read and write all of it: "
         "change that, or choose another with --data"

@@ -83,7 +83,9 @@ class RebuildRow(Row, frozen=True):
     """A rebuild that has begun and has not come to its end: it begins anew at the next start."""
 
     kind: str
-    """rebuild, discard"""
+    """rebuild, discard, mend"""
+    served: int = 0
+    """Incarnation of the last master before it, the last one that clients may have changed anything at; 0: none."""
 
 
 class ClaimRow(Row, frozen=True):

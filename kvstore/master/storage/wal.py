@@ -4,12 +4,9 @@ It opens, in silence, over a log that is missing or cut short in the middle of s
 what was synced; it refuses garbage behind the last synced byte, which any power cut may leave. Here both are put right
 (rule 20): *torn end tolerated, hole refused*. Three things tell the two apart: each write has the sequence behind the
 one before it, across all logs; a whole record behind a broken one shows that this is no end; and a `Mark` says how long
-each log was when it was last synced. Behind the mark a last record that is not torn but damaged is cut as well, and
-kept aside (`CUT`).
-
-Format (that of LevelDB): blocks of 32 KiB, in each fragments of {masked crc32c u32, length u16, kind u8, bytes}, none
-across a block's end. A record is one FULL fragment or FIRST, MIDDLE…, LAST; that of a log is a batch: {sequence u64,
-count u32, …}, that of a manifest an edit.
+each log was when it was last synced. Behind the mark the newest log may be damaged in any way (a power cut lets pages
+reach the drive in any order): from the first record that is not whole on it is cut, and kept aside (`CUT`) unless that
+was a torn write.
 """
 
 from __future__ import annotations
@@ -17,17 +14,29 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvstore.core.errors import Corrupt
-from kvstore.core.limits import KIB
+from kvstore.master.storage.logformat import (
+    BATCH,
+    BLOCK,
+    FIRST,
+    FULL,
+    HEADER,
+    LAST,
+    Fragment,
+    after,
+    fragment,
+    is_intact,
+    records,
+)
 
 log = logging.getLogger(__name__)
 
-BLOCK: Final = 32 * KIB
+SECTOR: Final = 512
+"""Bytes that a drive writes as a whole, or not at all."""
 CUT: Final = "CUT"
 """Bytes that were cut off a log though somebody may have been told that they are synced: what they said is to be asked
 of the workers. It goes when that has been written down (`rebuild.Kind.MEND`)."""
@@ -35,10 +44,6 @@ REMEDY: Final = (
     "restore the directory from a backup, or move it away and start `kvstore master --rebuild`, "
     "which takes the names back from the workers"
 )
-_HEADER: Final = struct.Struct("<IHB")
-_BATCH: Final = struct.Struct("<QI")
-FULL, FIRST, MIDDLE, LAST = range(1, 5)
-
 _OLDEST_LOG, _LAST_SEQUENCE = 10, 4
 _NUMBERS: Final = frozenset({2, 9, 3, 203, _OLDEST_LOG, _LAST_SEQUENCE})
 """Tags of an edit whose value is a number: log, previous log, next file, largest column, oldest log, last sequence."""
@@ -93,16 +98,26 @@ def check(directory: Path, synced: Synced) -> None:
     for name, length in synced.logs.items():
         if number(name) >= manifest.oldest_log and lengths.get(name, 0) < length:
             raise damaged(directory, _shortage(name, length, lengths.get(name)))
-    before, following = manifest.name, manifest.sequence + 1
     needed = [name for name in lengths if number(name) >= manifest.oldest_log]
+    whole = _check_logs(directory, needed, manifest, synced)
+    if needed:
+        _cut(directory, needed[-1], whole)
+
+
+def _check_logs(directory: Path, needed: Sequence[str], manifest: Manifest, synced: Synced) -> int:
+    """Whether these logs, oldest first, go on where the manifest ends, without a gap. Returns how many bytes of the
+    newest one are whole. Raises Corrupt."""
+    before, following, whole = manifest.name, manifest.sequence + 1, 0
     for name in needed:
-        end = _check_log(directory, name, synced.logs.get(name, 0), is_newest=name == needed[-1])
+        end = _check_log(directory, name, _safe(name, synced), is_newest=name == needed[-1])
         if end.first is not None and end.first > following:
             raise damaged(directory, _gap(before, following, name, end.first))
         if end.following is not None:
             before, following = name, end.following
+        whole = end.whole
     if max(following, manifest.sequence + 1) <= synced.sequence:
         raise damaged(directory, f"{before} ends before write {following}, but {synced.sequence} were synced")
+    return whole
 
 
 def find_damage(directory: Path) -> str:
@@ -112,7 +127,7 @@ def find_damage(directory: Path) -> str:
         return ""
     logs = [name for name in sizes(directory) if number(name) >= manifest.oldest_log]
     for name in (manifest.name, *logs):
-        broken = [record.end for record in _records((directory / name).read_bytes(), 0) if not record.is_whole]
+        broken = [record.end for record in records((directory / name).read_bytes(), 0) if not record.is_whole]
         if broken:
             return f"{name} is damaged at byte {broken[0]}"
     return ""
@@ -145,7 +160,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         data = (directory / name).read_bytes()
     except (OSError, ValueError):
         return None
-    edits = [_numbers(edit.head) for edit in _records(data, len(data), _EDIT_HEAD) if edit.is_whole]
+    edits = [_numbers(edit.head) for edit in records(data, len(data), _EDIT_HEAD) if edit.is_whole]
     oldest = max((edit.get(_OLDEST_LOG, 0) for edit in edits), default=0)
     return Manifest(name, len(data), oldest, max((edit.get(_LAST_SEQUENCE, 0) for edit in edits), default=0))
 
@@ -191,22 +206,29 @@ def _gap(before: str, following: int, name: str, first: int) -> str:
     )
 
 
-def _check_log(directory: Path, name: str, safe: int, *, is_newest: bool) -> _End:
-    """Walk through a log of which `safe` bytes were synced. Bytes behind its last whole record: a torn end, damage of
-    what may have been synced, or a hole?"""
+def _safe(name: str, synced: Synced) -> int | None:
+    """Bytes of a log that the mark says were synced: none of one that is younger; None when there is no mark."""
+    return synced.logs.get(name, 0) if synced.sequence else None
+
+
+def _check_log(directory: Path, name: str, safe: int | None, *, is_newest: bool) -> _End:
+    """Walk through a log of which `safe` bytes were synced; None: nobody knows. Bytes behind its last whole record: a
+    torn end, damage of what may have been synced, or a hole?"""
     data = (directory / name).read_bytes()
-    end = _walk(data, safe if is_newest else len(data))
+    end = _walk(data, safe or 0 if is_newest else len(data))
     if end.whole < len(data):
-        if end.whole < safe or end.gap or _goes_on(data, end):
+        is_hole = (safe is None or not is_newest) and _goes_on(data, end)
+        if end.whole < (safe or 0) or end.gap or is_hole:
             raise damaged(directory, f"{name} has a hole at byte {end.broken}")
-        if is_newest:
-            _cut(directory, name, data, end.whole)
     return end
 
 
-def _cut(directory: Path, name: str, data: bytes, whole: int) -> None:
-    """What is no torn write is kept in the file `CUT`, durably, before it goes: the start that looks there may be a
-    later one."""
+def _cut(directory: Path, name: str, whole: int) -> None:
+    """Cut what follows the whole records of a log. What is no torn write is kept in the file `CUT`, durably, before it
+    goes: the start that looks there may be a later one."""
+    data = (directory / name).read_bytes()
+    if whole == len(data):
+        return
     size, is_torn = len(data) - whole, _is_torn(data, whole)
     if not is_torn:
         keep(directory / CUT, data[whole:])
@@ -215,17 +237,23 @@ def _cut(directory: Path, name: str, data: bytes, whole: int) -> None:
         log.warning("%s: cut %d bytes behind its last whole record, a write that was under way", name, size)
     else:
         log.warning(
-            "%s: its last %d bytes were damaged and are cut off; they may have been acknowledged, and are kept in %s",
-            name, size, directory / CUT,
+            "%s: %d bytes at its end were damaged and are cut off; they may have been "
+            "acknowledged, and are kept in %s", name, size, directory / CUT,
         )  # fmt: skip
 
 
 def keep(path: Path, data: bytes) -> None:
-    """Add to a file, durably, its name included."""
-    with path.open("ab") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    """Write a file anew, durably, its name included: all of it or nothing."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        with new.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        new.rename(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(directory)
@@ -234,22 +262,24 @@ def keep(path: Path, data: bytes) -> None:
 
 
 def _is_torn(data: bytes, at: int) -> bool:
-    """Whether the bytes from `at` on are the beginning of a record whose rest is not there, or zeros: it was never
-    synced, so nobody was told of it. One that has its length is damaged, and may have been acknowledged."""
+    """Whether the bytes from `at` on are the beginning of a record whose rest is not there, or zeros from some sector
+    on: it was never synced, so nobody was told of it. One that has its length is damaged, and may have been
+    acknowledged."""
     written = len(data.rstrip(b"\0"))
+    missing = min(len(data), -(-written // SECTOR) * SECTOR)
     while at < written:
-        start = at + _HEADER.size
-        if start > len(data):
+        start = at + HEADER.size
+        if start > missing:
             return True
-        crc, length, kind = _HEADER.unpack_from(data, at)
+        crc, length, kind = HEADER.unpack_from(data, at)
         if not FULL <= kind <= LAST or start + length > at - at % BLOCK + BLOCK:
             return False
-        piece = _Fragment(kind, start, min(start + length, len(data)), crc)
+        piece = Fragment(kind, start, min(start + length, len(data)), crc)
         if start + length > len(data):
-            return not _is_intact(data, piece)  # a length that is wrong behind bytes that are all there
-        if not _is_intact(data, piece):
-            return False
-        at = _after(piece.end)
+            return not is_intact(data, piece)  # a length that is wrong behind bytes that are all there
+        if not is_intact(data, piece):
+            return missing < piece.end
+        at = after(piece.end)
     return True
 
 
@@ -274,71 +304,16 @@ def _walk(data: bytes, checked_from: int) -> _End:
     first: int | None = None
     following: int | None = None
     whole = broken = 0
-    for record in _records(data, checked_from):
-        if not record.is_whole or len(record.head) < _BATCH.size:
+    for record in records(data, checked_from):
+        if not record.is_whole or len(record.head) < BATCH.size:
             broken = record.end
             break
-        sequence, count = _BATCH.unpack(record.head)
+        sequence, count = BATCH.unpack(record.head)
         if following is not None and sequence > following:
             return _End(first, following, whole, whole, gap=True)
         first = sequence if first is None else first
         following, whole, broken = sequence + count, record.end, record.end
     return _End(first, following, whole, broken, gap=False)
-
-
-class _Record(NamedTuple):
-    head: bytes
-    """Its first bytes: sequence and count."""
-    end: int
-    is_whole: bool
-
-
-def _records(data: bytes, checked_from: int, head_bytes: int = _BATCH.size) -> Iterator[_Record]:
-    """Records in order; the last one may be torn: its `end` is where it could not be followed any further."""
-    head, inside, at = b"", False, 0
-    while at < len(data):
-        piece = _fragment(data, at)
-        begins = piece is not None and piece.kind in (FULL, FIRST)
-        if piece is None or begins == inside or (piece.end > checked_from and not _is_intact(data, piece)):
-            yield _Record(head, at, is_whole=False)
-            return
-        if begins:
-            head = b""
-        if len(head) < head_bytes:
-            head += data[piece.start : min(piece.end, piece.start + head_bytes - len(head))]
-        inside = piece.kind in (FIRST, MIDDLE)
-        if not inside:
-            yield _Record(head, piece.end, is_whole=True)
-        at = _after(piece.end)
-    if inside:
-        yield _Record(head, len(data), is_whole=False)
-
-
-class _Fragment(NamedTuple):
-    """`start`, `end`: of its bytes, behind the header."""
-
-    kind: int
-    start: int
-    end: int
-    crc: int
-
-
-def _fragment(data: bytes, at: int) -> _Fragment | None:
-    """The fragment with its header at `at`; None where there can be none."""
-    start = at + _HEADER.size
-    if start > len(data):
-        return None
-    crc, length, kind = _HEADER.unpack_from(data, at)
-    end = start + length
-    if not FULL <= kind <= LAST or end > len(data) or end > at - at % BLOCK + BLOCK:
-        return None
-    return _Fragment(kind, start, end, crc)
-
-
-def _after(end: int) -> int:
-    """Where the next header begins: what is left of a block may be too short for one."""
-    left = BLOCK - end % BLOCK
-    return end + left if left < _HEADER.size else end
 
 
 def _goes_on(data: bytes, end: _End) -> bool:
@@ -357,38 +332,13 @@ def _goes_on(data: bytes, end: _End) -> bool:
 
 def _headers(data: bytes, block: int) -> Iterator[int]:
     at = block
-    while at < block + BLOCK and (piece := _fragment(data, at)) is not None:
+    while at < block + BLOCK and (piece := fragment(data, at)) is not None:
         yield at
-        at = _after(piece.end)
+        at = after(piece.end)
 
 
 def _begins_later(data: bytes, at: int, following: int) -> bool:
-    piece = _fragment(data, at)
-    if piece is None or piece.kind not in (FULL, FIRST) or piece.end - piece.start < _BATCH.size:
+    piece = fragment(data, at)
+    if piece is None or piece.kind not in (FULL, FIRST) or piece.end - piece.start < BATCH.size:
         return False
-    return _BATCH.unpack_from(data, piece.start)[0] >= following and _is_intact(data, piece)
-
-
-def _is_intact(data: bytes, piece: _Fragment) -> bool:
-    crc = _crc32c(data[piece.start - 1 : piece.end])  # of the kind, and what follows it
-    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF == piece.crc
-
-
-def _crc_table() -> tuple[int, ...]:
-    table = []
-    for value in range(256):
-        for _ in range(8):
-            value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
-        table.append(value)
-    return tuple(table)
-
-
-_CRC_TABLE: Final = _crc_table()
-
-
-def _crc32c(data: bytes) -> int:
-    """By hand, 10 MB/s: the standard library has only the other polynomial, and little but unsynced tails is read."""
-    crc, table = 0xFFFFFFFF, _CRC_TABLE
-    for byte in data:
-        crc = table[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-    return crc ^ 0xFFFFFFFF
+    return BATCH.unpack_from(data, piece.start)[0] >= following and is_intact(data, piece)

@@ -39,8 +39,17 @@ class Incarnations:
 
 def begin(change: Change, incarnation: int) -> Incarnations:
     """Write down that a master starts."""
-    stored = change.get(Cf.META, META_INCARNATIONS)
-    before = INCARNATIONS.load(stored).starts if stored is not None else []
-    starts = [*before, Seen(incarnation, change.counters.sequence)][-MAX_STARTS:]
+    starts = [*_starts(change), Seen(incarnation, change.counters.sequence)][-MAX_STARTS:]
     change.put(Cf.META, META_INCARNATIONS, dump(IncarnationsRow(starts)))
     return Incarnations(starts)
+
+
+def last(change: Change) -> int:
+    """The incarnation that started last; 0: none ever did."""
+    starts = _starts(change)
+    return starts[-1].incarnation if starts else 0
+
+
+def _starts(change: Change) -> list[Seen]:
+    stored = change.get(Cf.META, META_INCARNATIONS)
+    return INCARNATIONS.load(stored).starts if stored is not None else []

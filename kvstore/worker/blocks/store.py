@@ -23,7 +23,7 @@ from kvstore.worker.blocks.heat import HeatMap
 from kvstore.worker.blocks.labels import Labels
 from kvstore.worker.volumes.disk import FATAL_ERRNOS, FULL_ERRNOS, Stamp, disk_error
 from kvstore.worker.volumes.held import SHORT_ERRNOS
-from kvstore.worker.volumes.volume import Found, FoundBlock, Volume
+from kvstore.worker.volumes.volume import FoundBlock, Volume
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -208,7 +208,10 @@ class Store:
             return
         volume.failed = why
         gone = self._by_volume[volume.id]
-        log.error("volume %s is out of service with %d blocks: %s", volume.path, len(gone), why)
+        log.error(
+            "volume %s is out of service with %d blocks: %s; mend or empty it, then restart the worker",
+            volume.path, len(gone), why,
+        )  # fmt: skip
         for block in list(gone.values()):
             self.forget(block)
         self.heat.resize(self.in_service)
@@ -217,7 +220,7 @@ class Store:
         """Find the blocks of all volumes. A volume that cannot be read fails alone."""
         for volume in self.in_service:
             try:
-                found = await self._scanned(volume)
+                found = await self.read_directories(volume, volume.scan)
             except OSError as error:
                 self.fail(volume, f"reading its directories: {error.strerror}")
                 continue
@@ -230,11 +233,13 @@ class Store:
         self.heat.all_found()
         self.scanned.set()
 
-    async def _scanned(self, volume: Volume) -> Found:
-        """What lacks to the worker says nothing of the drive: it waits until it has that. Raises OSError."""
+    async def read_directories(self, volume: Volume, read: Callable[[], T]) -> T:
+        """`read()` in a thread. What lacks to the worker says nothing of the drive: it waits until it has that. Raises
+        OSError.
+        """
         while True:
             try:
-                return await self.runtime.in_thread(volume.scan)
+                return await self.runtime.in_thread(read)
             except OSError as error:
                 if error.errno not in SHORT_ERRNOS:
                     raise

@@ -46,7 +46,8 @@ ROOM_WAIT_S: Final = 1.0
 """For the room that a portion takes. Other notes wait meanwhile, nobody else does."""
 PAUSE_S: Final = 30.0
 """A volume that had no room is not tried again before that."""
-_NO_ATTRIBUTES: Final = (errno.ENOTSUP, errno.EPERM, errno.ENOSYS)
+_NO_ATTRIBUTES: Final = (errno.ENOTSUP, errno.ENOSYS)
+"""Said of a file system. EPERM is one file's own (``chattr +i``)."""
 _NO_ROOM: Final = (*FULL_ERRNOS, errno.E2BIG, errno.ERANGE)
 """ext4 says ENOSPC for an attribute that is too large, too."""
 

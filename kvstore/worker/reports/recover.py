@@ -35,13 +35,17 @@ class Recovery:
         self._is_sending = False
 
     def start(self) -> None:
-        """Unless it runs already."""
-        if not self._is_sending and self._store.scanned.is_set():
+        """Unless it runs already. Before all blocks are known a page without any says that they are coming: the master
+        gives up on who sends nothing."""
+        if not self._is_sending:
             self._is_sending = True
             self._background.start(self._send())
 
     async def _send(self) -> None:
         try:
+            if not self._store.scanned.is_set():
+                await self._link.call(RECOVER, self._request([]), PAGE_TIMEOUT_S)
+                return
             blocks = [block for block in self._store.all() if not block.leaving]
             log.info("the master asks for names: sending what is noted beside %d blocks", len(blocks))
             is_wanted = True
@@ -60,7 +64,7 @@ class Recovery:
         rows = [
             _row(block, note)
             for block, note in zip(page, found, strict=True)
-            if self._store.get(block.id) is block and not block.leaving
+            if self._store.get(block.id) is block and not block.leaving and not _is_waste(block, note)
         ]
         return (await self._link.call(RECOVER, self._request(rows), PAGE_TIMEOUT_S)).wanted
 
@@ -93,6 +97,11 @@ class Recovery:
             if not isinstance(error, FileNotFoundError):
                 log.warning("%s: the rebuild will not know what it is", known.message)
             return None
+
+
+def _is_waste(block: Block, note: Note | None) -> bool:
+    """Nobody has published it, as far as anybody knows, nor will: it goes when the master is whole again."""
+    return note is None and block.given_up and not block.owned
 
 
 def _row(block: Block, note: Note | None) -> m.NotedBlock:

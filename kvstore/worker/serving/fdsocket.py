@@ -10,13 +10,12 @@ from __future__ import annotations
 import array
 import asyncio
 import collections
-import contextlib
 import errno
 import logging
 import os
 import socket
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvstore.core import sockproto as sp
 from kvstore.core.errors import Denied, InvalidRequest, KvError, Overloaded
@@ -28,13 +27,12 @@ from kvstore.core.limits import (
     RETRY_AFTER_S,
     STALL_TIMEOUT_S,
 )
+from kvstore.worker.serving.door import Door, refuse
 
 log = logging.getLogger(__name__)
 MAX_OUTSTANDING = 64
 """Requests of one connection that are not answered yet, counting answers it has not read."""
-BACKLOG = 256
-ACCEPT_PAUSE_S = 0.1
-"""When no fd is left for one more client."""
+_FULL: Final = f"the worker has {MAX_SOCKET_CLIENTS} clients already; retry later"
 _KERNEL_MAX_FDS = 253
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_KERNEL_MAX_FDS * array.array("i").itemsize)
 
@@ -254,49 +252,21 @@ class _Connection:
 
 
 class FdServer:
-    """Listens on `path`; a socket that an earlier worker left is replaced in one step. `queued_fds`: in answers that
-    are not sent yet.
-    """
+    """Serves who comes to the socket at `path`. `queued_fds`: in answers that are not sent yet."""
 
     def __init__(self, path: str, mode: int, handler: Handler) -> None:
         self.path, self.handler = path, handler
-        self._mode = mode
+        self._door = Door(path, mode, self._came)
         self._connections: set[_Connection] = set()
         self.queued_fds = 0
-        self._sock: socket.socket | None = None
-        self._inode = 0
-        self._resuming: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Raises OSError when there is no place for the socket."""
-        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-        # A short name beside it: the path itself may use all of its 107 bytes.
-        temporary = os.path.join(os.path.dirname(self.path), f".{os.getpid() % 10**6}")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        try:
-            sock.bind(temporary)
-            os.chmod(temporary, self._mode)
-            sock.listen(BACKLOG)
-            os.rename(temporary, self.path)
-        except BaseException:
-            sock.close()
-            raise
-        self._sock, self._inode = sock, os.stat(self.path).st_ino
-        asyncio.get_running_loop().add_reader(sock.fileno(), self._acceptable)
+        self._door.open()
 
     async def close(self) -> None:
         """Stop listening and drop all connections; what runs comes to its end."""
-        if self._sock is None:
-            return
-        if self._resuming is not None:
-            self._resuming.cancel()
-        asyncio.get_running_loop().remove_reader(self._sock.fileno())
-        self._sock.close()
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(self.path).st_ino == self._inode:  # else another worker has taken the place
-                os.unlink(self.path)
+        self._door.close()
         await asyncio.gather(*(connection.finish() for connection in tuple(self._connections)))
 
     def closed(self, connection: _Connection, session: int | None) -> None:
@@ -304,35 +274,11 @@ class FdServer:
         if session is not None:
             self.handler.leave(session)
 
-    def _acceptable(self) -> None:
-        assert self._sock is not None
-        try:
-            sock, _ = self._sock.accept()
-        except BlockingIOError:
-            return
-        except OSError as error:
-            log.error("cannot accept a client: %s", error.strerror)
-            self._pause()
-            return
-        sock.setblocking(False)
+    def _came(self, sock: socket.socket) -> None:
         if len(self._connections) >= MAX_SOCKET_CLIENTS:
-            refuse(sock)
-            return
-        self._connections.add(_Connection(self, sock))
-
-    def _pause(self) -> None:
-        """A listening socket stays readable: without a pause the loop would spin."""
-        assert self._sock is not None
-        loop, fd = asyncio.get_running_loop(), self._sock.fileno()
-        loop.remove_reader(fd)
-        self._resuming = loop.call_later(ACCEPT_PAUSE_S, loop.add_reader, fd, self._acceptable)
-
-
-def refuse(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        reason = f"the worker has {MAX_SOCKET_CLIENTS} clients already; retry later"
-        sock.send(sp.encode_error(0, Overloaded(reason, retry_after_s=RETRY_AFTER_S)))
-    sock.close()
+            refuse(sock, _FULL)
+        else:
+            self._connections.add(_Connection(self, sock))
 
 
 def close_all(fds: Iterable[int]) -> None:

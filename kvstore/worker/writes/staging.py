@@ -312,7 +312,7 @@ class Staging:
         """
         for volume in self._store.in_service:
             try:
-                found = await self._store.runtime.in_thread(_scan, volume)
+                found = await self._store.read_directories(volume, partial(_scan, volume))
             except OSError as error:  # what lies there would be in no books, and would never go
                 self._store.fail(volume, f"reading its staging directory: {error.strerror}")
                 continue

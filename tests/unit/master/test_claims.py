@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvstore.core.errors import InvalidRequest, NotFound
 from kvstore.core.types import Address, BlockId, Seen
+from kvstore.master.namespace import blocks
 from kvstore.master.recovery import claims, gather
 from kvstore.master.recovery.claims import Claim, NotedName, Outcome, Unnamed
 from kvstore.master.storage.db import Cf
+from kvstore.master.storage.records import META_REBUILD, RebuildRow, dump
 from tests.unit.master.world import World, address, keys, running
 
 HISTORY = 99
@@ -64,6 +66,12 @@ def settle(world: World) -> dict[str, Unnamed]:
     return unnamed
 
 
+def dying(world: World) -> dict[int, list[int]]:
+    """Volume → counters of the blocks that its worker is to unlink."""
+    found = {volume: blocks.unlink_orders(world.db, [volume], 100) for volume in world.master.nodes.volumes}
+    return {volume: [BlockId.unpack(id).counter for id in ids] for volume, ids in found.items() if ids}
+
+
 def block_at(world: World, path: str) -> int:
     found = world.stat(path).address
     assert found is not None
@@ -109,7 +117,8 @@ async def test_the_same_claims_again_change_nothing() -> None:
         take(w, *page)
         assert dict(w.db.scan(Cf.NAMES, b"", None, 100)) == before
         assert tree(w) == {"a/b": 1, "c": 4}
-        assert settle(w) == {"n1": Unnamed(2, 20)}
+        assert settle(w) == {"n1": Unnamed(1, 10)}
+        assert dying(w) == {1: [2]}
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -119,7 +128,22 @@ async def test_of_two_blocks_of_one_path_the_later_note_wins(order: Sequence[int
         pair = [claim("a", 1, 10), claim("a", 2, 20)]
         take(w, *(pair[i] for i in order))
         assert tree(w) == {"a": 2}
-        assert settle(w) == {"n1": Unnamed(1, 10)}, "the other one is kept, without a name"
+        assert settle(w) == {}
+        assert dying(w) == {1: [1]}, "nobody will ever name the other one"
+
+
+async def test_a_block_that_a_later_one_has_replaced_dies_wherever_it_lies() -> None:
+    """Also when the database had its name, or another worker has it without a note."""
+    async with running() as w:
+        await w.join(1)
+        await w.join(2)
+        await w.put("a", address(1))
+        await w.report(2, held=[(address(1), 2)])
+        take(w, claim(None, 3, volume=2), node="n2")
+        take(w, claim("a", 2, 5, ctime=w.runtime.now_ns + 1), claim("a", 3, 4, ctime=w.runtime.now_ns + 1))
+        assert tree(w) == {"a": 2}
+        assert settle(w) == {}
+        assert dying(w) == {1: [1, 3], 2: [1, 3]}
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
@@ -229,6 +253,20 @@ async def test_an_old_database_is_judged_by_the_time_of_the_last_change() -> Non
         settle(w)
 
 
+async def test_what_goes_on_where_the_database_ends_is_later_whatever_the_clocks_say() -> None:
+    """Nobody has changed anything since, but for a master that clients have changed something at afterwards."""
+    async with running() as w:
+        await w.join()
+        for i, path in enumerate(("renamed", "replaced", "in the way")):
+            await w.put(path, address(i + 1))
+        change = w.master._change()
+        change.put(Cf.META, META_REBUILD, dump(RebuildRow("rebuild", HISTORY)))
+        w.committer.write(change)
+        take(w, claim("to", 1, 5), claim("replaced", 12, 6), claim("in the way/of this", 14, 7))
+        assert tree(w) == {"to": 1, "replaced": 12, "in the way/of this": 14}
+        settle(w)
+
+
 async def test_what_died_here_stays_dead() -> None:
     """Owned, dead, never back (rule 10)."""
     async with running() as w:
@@ -258,6 +296,7 @@ def expected_of(page: Sequence[Claim]) -> dict[str, int]:
     return {path: block for path, block in files.items() if not any(other.startswith(f"{path}/") for other in files)}
 
 
+@settings(deadline=None)
 @given(st.lists(CLAIMS, min_size=1, max_size=10), st.data())
 async def test_any_order_of_any_claims_gives_the_same_tree(page: list[Claim], data: st.DataObject) -> None:
     """Renames, replacements, notes without a path, in pages of any size, some of them told twice."""
@@ -274,6 +313,7 @@ async def test_any_order_of_any_claims_gives_the_same_tree(page: list[Claim], da
         assert settle(w) == settle(other)
 
 
+@settings(deadline=None)
 @given(st.lists(CLAIMS, min_size=1, max_size=10))
 async def test_the_latest_name_of_a_block_and_the_latest_block_of_a_name(page: list[Claim]) -> None:
     """Where no two are from the same moment."""
@@ -283,7 +323,10 @@ async def test_the_latest_name_of_a_block_and_the_latest_block_of_a_name(page: l
         expected = expected_of(page)
         take(w, *page)
         assert tree(w) == expected
-        assert settle(w).get("n1", Unnamed()).blocks == len({c.address.block for c in page}) - len(expected)
+        named = {c.address.block.counter for c in page if c.name and c.name.path not in ("", "c/../d")}
+        others = {c.address.block.counter for c in page} - named
+        assert settle(w).get("n1", Unnamed()).blocks == len(others)
+        assert dying(w).get(1, []) == sorted(named - set(expected.values())), "what lost its name"
 
 
 async def test_a_name_that_its_block_left_is_free_for_another_one() -> None:

@@ -4,15 +4,17 @@ that names the file and what to do. What opens has everything that was synced.""
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import pytest
 
-from kvstore.core.errors import Corrupt, Denied, Unavailable
+from kvstore.core.errors import Corrupt, NoSpace, Unavailable
 from kvstore.master.storage import db as db_module
-from kvstore.master.storage import mark, wal
+from kvstore.master.storage import logformat, mark, wal
 from kvstore.master.storage.db import Cf, Op, RocksDb
 from tests.support import damage
 from tests.support.damage import flip, grow, overwrite, shorten
@@ -103,6 +105,18 @@ def test_a_lost_end_of_all_logs(killed: Path) -> None:
     held.write(held.read()._replace(sequence=6 * STEP + 1))
     held.close()
     assert f"{6 * STEP + 1} were synced" in refused(killed)
+
+
+def test_nothing_is_cut_off_what_is_refused(killed: Path) -> None:
+    held = mark.Mark(killed)
+    held.write(held.read()._replace(sequence=6 * STEP + 1))
+    held.close()
+    log = damage.logs(killed)[-1]
+    grow(log, b"\x01" * 50)
+    data = log.read_bytes()
+    assert "were synced" in refused(killed)
+    assert log.read_bytes() == data
+    assert not (killed / wal.CUT).exists()
 
 
 @pytest.mark.parametrize("name", ["CURRENT", "MANIFEST"])
@@ -199,7 +213,7 @@ def test_a_wrong_length_is_no_end_without_the_mark_either(killed: Path) -> None:
 def _header_behind(log: Path, at: int) -> int:
     """Where the first record behind an offset begins."""
     data = log.read_bytes()
-    return next(end for end in (record.end for record in wal._records(data, len(data))) if end > at)
+    return next(end for end in (record.end for record in logformat.records(data, len(data))) if end > at)
 
 
 @pytest.mark.parametrize("at", [500, -20])
@@ -248,7 +262,7 @@ def test_a_log_cut_at_every_byte_behind_the_synced_ones(torn: Path) -> None:
     """Checked at each byte; opened by RocksDB at some. Each write is whole or absent."""
     log, synced = _synced(torn)
     whole = log.read_bytes()
-    ends = {record.end for record in wal._records(whole, 0)}
+    ends = {record.end for record in logformat.records(whole, 0)}
     small = max(end for end in ends if end < len(whole))
     cuts = [*range(synced, small + 30), *range(small + 30, len(whole), 997), len(whole)]
     held = mark.Mark(torn)
@@ -290,7 +304,7 @@ def test_a_flipped_byte_behind_the_mark_may_have_been_acknowledged(torn: Path, b
     """In any of the last records, which then is the last one: its header, its bytes, its end."""
     log, synced = _synced(torn)
     data = log.read_bytes()
-    bounds = [synced, *(record.end for record in wal._records(data, 0) if record.end > synced)]
+    bounds = [synced, *(record.end for record in logformat.records(data, 0) if record.end > synced)]
     begin, end = bounds[-back - 1], bounds[-back]
     shorten(log, len(data) - end)
     flip(log, begin + at if at >= 0 else at)
@@ -309,7 +323,7 @@ def test_a_write_that_was_under_way_was_not_acknowledged(torn: Path) -> None:
     """Cut short anywhere, or zeros in place of all of it."""
     log, synced = _synced(torn)
     data = log.read_bytes()
-    ends = [record.end for record in wal._records(data, 0) if record.end >= synced]
+    ends = [record.end for record in logformat.records(data, 0) if record.end >= synced]
     for cut in (*range(synced, synced + 400), *range(synced + 400, len(data), 977)):
         assert wal._is_torn(data[:cut], max(end for end in ends if end <= cut)), cut
     log.write_bytes(data[:-1])
@@ -324,18 +338,97 @@ def _is_cut(path: Path) -> bool:
     return db.is_cut
 
 
-def test_what_is_cut_is_kept_before_it_goes(torn: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_what_is_cut_is_kept_before_it_goes(torn: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """All of it, once, or the log stays as it is."""
+    log, synced = _synced(torn)
+    flip(log, -1)
+    data = log.read_bytes()
+
+    def no_room(fd: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", no_room)
+        for _ in range(2):
+            with pytest.raises(NoSpace, match="free some space"):
+                RocksDb(torn)
+    assert log.read_bytes() == data
+    assert not list(torn.glob("CUT*"))
+    assert opened(torn) == (102, 102)
+    kept = (torn / wal.CUT).read_bytes()
+    assert synced < len(data) - len(kept)
+    assert data.endswith(kept)
+
+
+def test_a_cut_that_came_twice_is_kept_once(torn: Path) -> None:
+    """A crash between what is kept and the cut itself: the next start finds the same."""
     log, _ = _synced(torn)
     flip(log, -1)
+    again = damage.copy(torn, torn.with_name("again"))
+    assert opened(torn) == (102, 102)
+    kept = (torn / wal.CUT).read_bytes()
+    (again / wal.CUT).write_bytes(kept)
+    assert opened(again) == (102, 102)
+    assert (again / wal.CUT).read_bytes() == kept
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    """100 synced writes, then STEP small ones that are not."""
+    db = RocksDb(tmp_path / "alive")
+    damage.put(db, 0, 100)
+    db.flush()
+    damage.put(db, 100, STEP)
+    killed = damage.copy(tmp_path / "alive", tmp_path / "db")
+    db.close()
+    return killed
+
+
+PAGE: Final = 4096
+
+
+@pytest.mark.parametrize("rubbish", [b"\0", b"\xff"])
+def test_a_page_behind_the_mark_that_never_reached_the_drive(many: Path, rubbish: bytes) -> None:
+    """The next ones did, in whole records: what comes behind the gap may have been acknowledged, and is asked for."""
+    log, synced = _synced(many)
+    at = (synced // PAGE + 2) * PAGE
+    whole = max(record.end for record in logformat.records(log.read_bytes(), 0) if record.end <= at)
     size = log.stat().st_size
+    overwrite(log, at, rubbish * PAGE)
+    db = RocksDb(many)
+    names, last = damage.rows(db)
+    db.close()
+    assert 100 < names == last < 100 + STEP
+    assert db.is_cut
+    assert (many / wal.CUT).stat().st_size == size - whole
 
-    def no_room(path: Path, data: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(wal, "keep", no_room)
-    with pytest.raises(Denied, match="No space"):
-        RocksDb(torn)
-    assert log.stat().st_size == size
+def test_a_page_in_a_log_that_is_younger_than_the_mark(many: Path) -> None:
+    """Nothing of it was marked yet."""
+    log, _ = _synced(many)
+    held = mark.Mark(many)
+    held.write(held.read()._replace(logs={}, sequence=1))
+    held.close()
+    overwrite(log, 2 * PAGE, bytes(PAGE))
+    assert _is_cut(many)
+
+
+def test_zeros_from_a_sector_on_are_a_write_that_was_under_way(many: Path) -> None:
+    """Wherever in a record they begin; in the middle of a sector they are damage."""
+    log, synced = _synced(many)
+    data = log.read_bytes()
+    ends = [record.end for record in logformat.records(data, 0)]
+    for at in range(-(-synced // wal.SECTOR) * wal.SECTOR, len(data), wal.SECTOR):
+        assert wal._is_torn(data[:at] + bytes(len(data) - at), max(end for end in ends if end <= at)), at
+    middle = ends[-2] + logformat.HEADER.size + 3
+    assert middle % wal.SECTOR < wal.SECTOR - (ends[-1] - middle), "both in one sector"
+    assert not wal._is_torn(data[:middle] + bytes(len(data) - middle), ends[-2])
+    at = (synced // PAGE + 2) * PAGE
+    overwrite(log, at, bytes(len(data) - at))
+    names, last = opened(many)
+    assert 100 < names == last < 100 + STEP
+    assert not (many / wal.CUT).exists()
 
 
 def test_what_was_cut_off_stays_away(torn: Path) -> None:

@@ -13,7 +13,8 @@ from kvstore.core.types import Seen
 from kvstore.master.master import Settings
 from kvstore.master.metrics import MasterMetrics
 from kvstore.master.recovery.claims import Claim
-from kvstore.master.recovery.rebuild import INODES_AT, MAX_TELLING, Kind, Wanted
+from kvstore.master.recovery.rebuild import INODES_AT, STUCK_S, Kind, Wanted
+from kvstore.master.recovery.telling import MAX_TELLING
 from kvstore.master.storage.db import Cf, MemoryDb
 from kvstore.master.storage.records import META_REBUILD, JournalLimits
 from kvstore.master.workers.reports import Full, Verdict
@@ -290,6 +291,29 @@ async def test_workers_tell_their_names_a_few_at_a_time() -> None:
         assert await send(w, i=3)
         assert (await w.beat(MAX_TELLING + 1)).send_names
         assert not (await w.beat(3)).send_names
+
+
+@pytest.mark.allow_errors("rolled back")
+async def test_workers_that_live_and_never_tell_hold_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+    async with running(wanted=Wanted(Kind.REBUILD, workers=MAX_TELLING + 2)) as w:
+        every = range(1, MAX_TELLING + 3)
+        for i in every:
+            await w.join(i, **AHEAD)
+        assert [i for i in every if (await w.beat(i)).send_names] == list(range(1, MAX_TELLING + 1))
+        w.runtime.now_s += STUCK_S / 2
+        await send(w, claim("a", 1, 4000), i=1, is_last=False)
+        w.runtime.now_s += STUCK_S / 2
+        finish(w)
+        assert "asked, and silent: n2, n3, n4, n5, n6 and 2 more" in w.master.notice
+        assert caplog.text.count("has sent none for 60 s") == MAX_TELLING - 1
+        assert [i for i in every if (await w.beat(i)).send_names] == list(every), "the others have their turn"
+        for i in (1, 2, 9, 10):
+            assert await send(w, i=i), "one that was stuck may tell all the same"
+        finish(w)
+        assert is_over(w)
+        assert tree(w) == {"a": 1}
+        assert "have not told all: n3, n4, n5, n6, n7 and 1 more" in w.master.notice
+        assert [(await w.join(i, **AHEAD)).row.collects for i in (1, 2, 3)] == [True, True, False]
 
 
 async def test_after_a_crash_in_the_middle_it_begins_anew_at_any_start() -> None:

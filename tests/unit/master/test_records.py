@@ -24,7 +24,7 @@ GOLDEN: list[tuple[r.Codec[Any], msgspec.Struct, str]] = [
         r.NodeRow("h:1", "h:2", "", "0.1", 7, 3, 9, {7: 8}, [1], recovered=[Seen(5, 6)], over=[4]),
         "019ca3683a31a3683a32a0a3302e310703098107089101c3919205069104",
     ),
-    (r.REBUILD, r.RebuildRow("discard"), "0191a764697363617264"),
+    (r.REBUILD, r.RebuildRow("discard", 2**64 - 1), "0192a764697363617264cfffffffffffffffff"),
     (
         r.CLAIM,
         r.ClaimRow("a/b", 0o644, 1, 2, -3, 4, 2**64 - 1, 5, 6, 7),
@@ -68,6 +68,7 @@ def test_a_row_without_the_fields_that_came_later() -> None:
     node = r.NODE.load(bytes.fromhex("019aa3683a31a3683a32a0a3302e310703098107089101c3"))
     assert (node.collects, node.recovered) == (True, [])
     assert r.COUNTERS.load(bytes.fromhex("0196010203040506")) == r.Counters(1, 2, 3, 4, 5, 6, 0, 1)
+    assert r.REBUILD.load(bytes.fromhex("0191a764697363617264")) == r.RebuildRow("discard", 0)
     assert r.VOLUME.load(r.FORMAT + msgspec.msgpack.encode(["n", "ssd"])) == r.VolumeRow("n", "ssd", 0.0)
 
 

@@ -269,26 +269,27 @@ async def test_a_read_for_another_node_that_fails_says_the_same_of_the_drive(
 
 
 class Short(Disk):
-    """The next `times` looks into a directory of blocks fail with `number`."""
+    """The next `times` looks into a directory of the kind `part` fail with `number`."""
 
-    number, times = 0, 0
+    number, times, part = 0, 0, "/blocks/"
 
     def names(self, path: str) -> list[str]:
-        if self.times and "/blocks/" in path:
+        if self.times and self.part in f"{path}/":
             self.times -= 1
             raise OSError(self.number, os.strerror(self.number), path)
         return super().names(path)
 
 
+@pytest.mark.parametrize("part", ["/blocks/", "/staging/"])
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
 async def test_a_start_that_is_short_of_something_fails_no_volume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, part: str
 ) -> None:
     monkeypatch.setattr(store, "SCAN_RETRY_S", 0.01)
     async with kit.running(settings(tmp_path)) as worker:
         block = await kit.put(worker, b"data")
     disk = Short()
-    disk.number, disk.times = number, 1 if number == errno.EIO else 5
+    disk.number, disk.times, disk.part = number, 1 if number == errno.EIO else 5, part
     async with kit.running(settings(tmp_path), disk) as worker:
         assert disk.times == 0
         if number == errno.EIO:

@@ -168,17 +168,17 @@ async def test_a_fetched_block_is_kept_when_room_can_be_made(
 
 
 class FullOnce(Disk):
-    """The next call of each method in `names` says ENOSPC."""
+    """The next call of each method in `names` fails with `number`."""
 
-    def __init__(self, *names: str) -> None:
-        self.left = list(names)
+    def __init__(self, *names: str, number: int = errno.ENOSPC) -> None:
+        self.left, self.number = list(names), number
         self.refused: list[str] = []
 
     def _tick(self, name: str) -> None:
         if name in self.left:
             self.left.remove(name)
             self.refused.append(name)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(self.number, os.strerror(self.number))
 
     def create(self, path: str) -> int:
         self._tick("create")
@@ -206,8 +206,9 @@ async def test_a_staging_file_that_needs_a_block_for_its_directory_is_tried_agai
         assert worker.store.volumes[0].books.staging == 0
 
 
-async def test_an_identity_that_cannot_be_saved_costs_no_volume(tmp_path: Path) -> None:
-    disk = FullOnce()
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE])
+async def test_an_identity_that_cannot_be_saved_costs_no_volume(tmp_path: Path, number: int) -> None:
+    disk = FullOnce(number=number)
     async with kit.running(settings(tmp_path), disk) as worker:
         volume = worker.store.volumes[0]
         disk.left = ["identity"]

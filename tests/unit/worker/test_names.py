@@ -189,6 +189,20 @@ async def test_a_file_system_without_attributes_is_not_asked_again(
     assert block.id not in worker.names.take([block.id])
 
 
+async def test_one_file_that_refuses_its_name_keeps_nobody_elses(
+    worker: Worker, master: FakeMaster, disk: FullDisk
+) -> None:
+    """As ``chattr +i`` does."""
+    disk.broken = errno.EPERM
+    await put(worker, master, "a")
+    await kit.until(lambda: worker.names.failed["error"] == 1)
+    disk.broken = 0
+    block = await put(worker, master, "b", b"more")
+    await kit.until(lambda: block.noted)
+    assert path_of(block) == "b"
+    assert worker.names.failed["unsupported"] == 0
+
+
 async def test_a_real_file_system_that_has_no_room_for_a_long_name(worker: Worker, master: FakeMaster) -> None:
     long = await put(worker, master, "/".join(["x" * 250] * 300))
     short = await put(worker, master, "short", b"more")

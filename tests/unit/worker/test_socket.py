@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,9 +15,10 @@ import pytest
 
 from kvstore.client.local import AsyncLocalWorker
 from kvstore.core import sockproto as sp
-from kvstore.core.errors import Denied, InvalidRequest, KvError, NotFound, TooLarge, Unsupported
+from kvstore.core.errors import Denied, InvalidRequest, KvError, NotFound, Overloaded, TooLarge, Unsupported
 from kvstore.core.limits import MAX_BLOCK_BYTES, MAX_SOCKET_MESSAGE_BYTES
 from kvstore.core.types import BlockId
+from kvstore.worker.serving.door import ACCEPT_PAUSE_S, Door
 from kvstore.worker.serving.fdsocket import MAX_OUTSTANDING
 from kvstore.worker.worker import Worker
 from tests.support import worker_kit as kit
@@ -201,6 +203,69 @@ async def test_the_socket_of_a_newer_worker_is_left_alone(tmp_path: Path) -> Non
         async with kit.running(settings):
             pass
         assert not os.path.exists(settings.socket)
+
+
+def door_of(worker: Worker) -> Door:
+    assert worker._fd_server is not None
+    return worker._fd_server._door
+
+
+def comer(worker: Worker) -> socket.socket:
+    """Connected, and has said hello."""
+    sock = kit.connect(worker.settings.socket)
+    sock.send(kit.hello(2))
+    return sock
+
+
+@pytest.mark.allow_errors("cannot accept clients")
+async def test_who_comes_when_no_descriptor_is_left_is_told_so(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others are served, and it is one line in the log however many come."""
+    door = door_of(worker)
+    accept = door._accept
+
+    def accept_with_the_spare_one() -> socket.socket:
+        if door._spare is not None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return accept()
+
+    with await greeted(worker) as good:
+        with monkeypatch.context() as short:
+            short.setattr(door, "_accept", accept_with_the_spare_one)
+            for _ in range(20):
+                with comer(worker) as sock:
+                    refused = await answer(sock)
+                    assert isinstance(refused, Overloaded)
+                    assert "ulimit" in refused.message
+                    assert await answer(sock) is None
+            assert not isinstance(await ask(good, sp.encode_request(2, sp.Stat())), KvError)
+        with await greeted(worker, 2) as later:
+            assert not isinstance(await ask(later, sp.encode_request(2, sp.Stat())), KvError)
+    assert len([line for line in caplog.messages if "cannot accept" in line]) == 1
+
+
+@pytest.mark.allow_errors("cannot accept a client")
+async def test_where_somebody_took_the_spare_descriptor_clients_wait_until_there_is_one(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door, tries = door_of(worker), list[None]()
+
+    def no_descriptor() -> socket.socket:
+        tries.append(None)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    door._spend_spare()
+    with monkeypatch.context() as short:
+        short.setattr(door, "_keep_spare", lambda: None)
+        short.setattr(door, "_accept", no_descriptor)
+        sock = comer(worker)
+        began_s = time.monotonic()
+        await kit.until(lambda: len(tries) == 3)
+        assert time.monotonic() - began_s >= 2 * ACCEPT_PAUSE_S * 0.9, "the loop does not spin"
+    with sock:
+        assert not isinstance(await answer(sock), KvError)
+    assert door._spare is not None
 
 
 async def test_the_socket_has_its_mode(worker: Worker) -> None:

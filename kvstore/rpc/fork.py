@@ -1,7 +1,7 @@
 """What a forked child must not use of its parent's: sockets, channels, locks that another thread held.
 
 `os.register_at_fork` cannot be undone, so there is one handler for the process and a weak set of those it tells: the
-one piece of module state of the SDK.
+one piece of module state, with what a link leaves to the end of the child's process (`link.py`).
 """
 
 from __future__ import annotations
