@@ -30,7 +30,7 @@ from kvstore.master.namespace.setattr import set_attributes
 from kvstore.master.namespace.setpolicy import Holding, Told, every, holding, set_policy
 from kvstore.master.recovery.claims import Claim
 from kvstore.master.recovery.opening import new_cluster_id, open_database
-from kvstore.master.recovery.rebuild import Rebuild, Step, distrust
+from kvstore.master.recovery.rebuild import Rebuild, Step, distrust, refused
 from kvstore.master.recovery.rebuild import Wanted as Rebuilding
 from kvstore.master.rows import check_batch, each
 from kvstore.master.settings import Settings as Settings
@@ -77,7 +77,7 @@ class Master:
         self.nodes = Nodes(db, self.incarnations, settings.dead_ticks, settings.max_block_bytes)
         now_s = runtime.monotonic_s()
         self.rebuild = Rebuild(wanted, self.nodes, committer.durable_sequence, now_s) if wanted else None
-        self._notice = ""
+        self._notice, self._is_rebuilt = "", False
         self.quotas = Quotas(db, settings.tick_s)
         self._upkeep = Upkeep(self.nodes, settings.tick_s, settings.forget_after_s)
         self._report_locks: dict[str, asyncio.Lock] = {}
@@ -274,7 +274,7 @@ class Master:
         busy = rebuild.go_on(change, self._runtime.monotonic_s())
         if rebuild.step is Step.DONE:
             self._adopt(change, self.cluster_id or new_cluster_id(self._runtime))
-            self._notice, self.rebuild = rebuild.notice, None
+            self._notice, self._is_rebuilt, self.rebuild = rebuild.notice, rebuild.is_exhaustive, None
         self._write(change)
         return busy
 
@@ -285,7 +285,9 @@ class Master:
             return self.committer.damage
         if self.rebuild is not None:
             return self.rebuild.notice
-        return "; ".join(filter(None, (self._notice, distrust(self.nodes.distrusted))))
+        uncollected = distrust(self.nodes.distrusted, is_rebuilt=self._is_rebuilt)
+        notices = (self._notice, self.committer.shortage, refused(self.nodes.strangers), uncollected)
+        return "; ".join(filter(None, notices))
 
     def tick(self) -> None:
         """Once a tick: liveness, and a bounded step of upkeep. Nobody waits for it to be durable."""

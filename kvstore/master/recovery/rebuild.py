@@ -5,7 +5,7 @@ at the end of its log (`wal.CUT`) a start *mends* by itself: a rebuild of a few 
     gather   workers register and, unless all is discarded, send what is noted beside their blocks (`gather`). Ends when
              as many as the operator expects are there, or when no new one has come for a while, and all have sent
              everything, but for those that are asked and send nothing (`telling`). A mend expects those that the
-             database knows, and ends after MEND_MAX_S whoever is missing
+             database knows, for MEND_MAX_S at most; who is telling may go on
     place    the claims become entries (`claims`)
     settle   blocks without a note get their holders where another replica had a name; those whose name a later one has
              taken die; the rest are counted
@@ -23,7 +23,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Final, NamedTuple
 
 import msgspec
@@ -51,7 +51,8 @@ MEND_STUCK_S: Final = 10.0
 MEND_QUIET_S: Final = 5.0
 """After the last worker has come, for others that the database knows."""
 MEND_MAX_S: Final = 30.0
-"""Changes are refused meanwhile: who has not told all by then is not collected from, and an operator hears of it."""
+"""Changes are refused meanwhile: who has not begun to tell by then is not collected from, and an operator hears of it.
+"""
 PROGRESS_EVERY_S: Final = 2.0
 MAX_SHOWN: Final = 5
 """Workers that a line names."""
@@ -119,7 +120,9 @@ def _inodes(random: int) -> int:
 
 
 class Rebuild:
-    """`step` and `notice`: what it is doing. The methods that take a `Change` belong to the step that writes it."""
+    """`step` and `notice`: what it is doing; `is_exhaustive`: at its end all had told all. The methods that take a
+    `Change` belong to the step that writes it.
+    """
 
     def __init__(self, wanted: Wanted, nodes: Nodes, base_sequence: int, now_s: float) -> None:
         """`base_sequence`: of the database as it was."""
@@ -128,6 +131,7 @@ class Rebuild:
         self._nodes = nodes
         self._is_mend = wanted.kind is Kind.MEND
         self._known = {node.id for node in nodes if node.row.volumes} if self._is_mend else set()
+        self.is_exhaustive = False
         self._telling = Telling(nodes, MEND_STUCK_S if self._is_mend else STUCK_S, now_s)
         self._tally: Counter[Outcome] = Counter()
         self._unnamed: dict[str, Unnamed] = {}
@@ -145,7 +149,8 @@ class Rebuild:
             return Unavailable(
                 f"the master takes back what its log has lost; try again in a few seconds ({self.notice})"
             )
-        return Unavailable(f"the master takes names back from its workers ({self.notice}); try again later")
+        does = "forgets what it does not know" if self.wanted.kind is Kind.DISCARD else "takes names back"
+        return Unavailable(f"the master {does}, with its workers ({self.notice}); try again later")
 
     # ---- gather
 
@@ -216,11 +221,11 @@ class Rebuild:
 
     def _is_all_told(self, now_s: float) -> bool:
         """Whether there is nobody to wait for any more."""
-        if self._is_mend and now_s >= self._began_s + MEND_MAX_S:
-            return True
         here = self._telling.workers
         if self.wanted.kind is not Kind.DISCARD and any(self._telling.silent()):
-            return False
+            return False  # whoever sends nothing is not waited for long, see `Telling`
+        if self._is_mend and now_s >= self._began_s + MEND_MAX_S:
+            return True
         is_quiet = now_s >= self._telling.newest_s + self.wanted.wait_s
         if not here:
             return self._is_mend and not self._known and is_quiet
@@ -276,10 +281,12 @@ class Rebuild:
         )
         log.info("%s", self.notice)
         if self.wanted.kind is Kind.DISCARD:
+            self.notice += "; what the workers have beyond these is unlinked from now on"
             return
         if self.wanted.kind is Kind.REBUILD:
             self._say_what_may_be_old()
         absent = self._telling.untold | (self._known - self._telling.workers.keys())
+        self.is_exhaustive = not absent
         if absent:
             self.notice += f"; have not told all: {_some(sorted(absent))}"
             log.warning("have not told all: %s; when they are back, --rebuild takes the rest", _some(sorted(absent)))
@@ -310,13 +317,26 @@ class Rebuild:
         )
 
 
-def distrust(workers: Sequence[str]) -> str:
-    """The notice for workers that nothing is collected from; "" without any."""
+def distrust(workers: Sequence[str], *, is_rebuilt: bool) -> str:
+    """The notice for workers that nothing is collected from; "" without any. `is_rebuilt`: all that they could tell is
+    known already, but for those that the rebuild's own words name."""
     if not workers:
         return ""
+    remedy = "--discard" if is_rebuilt else "--rebuild (the names come back) or --discard"
     return (
         f"nothing is collected on {len(workers):,} workers ({_some(workers)}): they may hold what this database lacks. "
-        "Start the master with --rebuild (the names come back) or --discard (what it does not know goes)"
+        f"Start the master with {remedy} (what it does not know goes)"
+    )
+
+
+def refused(strangers: Mapping[str, str]) -> str:
+    """The notice for workers (node → cluster) that do not belong here; "" without any."""
+    if not strangers:
+        return ""
+    return (
+        f"{len(strangers):,} workers of another cluster are refused ({_some(sorted(strangers))}): point them at their "
+        "own master; if this one has lost its disk, move its data directory away and start it on an empty one with "
+        "--rebuild (the names come back) or --discard (they are forgotten)"
     )
 
 

@@ -237,8 +237,8 @@ def _cut(directory: Path, name: str, whole: int) -> None:
         log.warning("%s: cut %d bytes behind its last whole record, a write that was under way", name, size)
     else:
         log.warning(
-            "%s: %d bytes at its end were damaged and are cut off; they may have been "
-            "acknowledged, and are kept in %s", name, size, directory / CUT,
+            "%s: %d bytes at its end were damaged and are cut off; they may have been acknowledged: what the workers "
+            "have noted of them is taken back now, the rest is lost", name, size,
         )  # fmt: skip
 
 

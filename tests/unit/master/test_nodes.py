@@ -33,6 +33,19 @@ async def test_a_worker_of_another_cluster_is_denied() -> None:
         await w.join(cluster=w.master.cluster_id)
 
 
+async def test_whom_it_refuses_stands_in_the_notice() -> None:
+    async with running() as w:
+        assert w.master.notice == ""
+        for i in (1, 2):
+            with pytest.raises(Denied):
+                await w.join(i, cluster="xyz")
+        assert w.master.notice.startswith("2 workers of another cluster are refused (n1, n2)")
+        assert "--rebuild" in w.master.notice
+        for i in (1, 2):
+            await w.join(i, cluster=w.master.cluster_id)
+        assert w.master.notice == ""
+
+
 async def test_ids_that_live_elsewhere_are_refused() -> None:
     async with running() as w:
         await w.join(1)

@@ -88,6 +88,7 @@ async def test_workers_are_trusted_again_when_each_block_has_a_name() -> None:
         finish(w)
         assert "1 blocks" in w.master.notice
         assert "--discard" in w.master.notice
+        assert "--rebuild" not in w.master.notice, "that has been"
         assert [(await w.beat(i)).register for i in (1, 2)] == [True, True], "they hear of it by registering"
         whole, bare = await w.join(1, **AHEAD), await w.join(2, **AHEAD)
         assert (whole.row.collects, whole.row.recovered) == (True, SEEN)
