@@ -117,7 +117,7 @@ class MasterService(master_pb2_grpc.MasterServicer):
             next_report=node.row.next_report, tick_s=settings.tick_s, dead_ticks=settings.dead_ticks,
             max_block_bytes=settings.max_block_bytes, incarnation=self._master.incarnations.current,
             rolled_back=not node.row.collects, recovering=self._master.rebuild is not None,
-            recovered=node.row.collects and bool(node.row.recovered),
+            recovered=node.is_to_hear,
         )  # fmt: skip
 
     @vital

@@ -37,7 +37,8 @@ class Node:
     `states`  its volumes as it told them last;  `counters`, `blocks`, `tiers`, `policies`  likewise;
     `relabelled`  blocks on it that have another name or policy than it knows: it is asked to report them again
               until it has;
-    `is_to_register`  its next heartbeat is answered with the order to register anew.
+    `is_to_register`  its next heartbeat is answered with the order to register anew;
+    `is_to_hear`  by its last registration it does not know yet that it is collected from again.
     """
 
     def __init__(self, id: str, row: NodeRow) -> None:
@@ -52,14 +53,14 @@ class Node:
         self.tiers: Sequence[TierCounters] = ()
         self.policies: Mapping[int, Held] = {}
         self.relabelled: dict[bytes, None] = {}
-        self.is_to_register = False
+        self.is_to_register = self.is_to_hear = False
 
     @property
     def has_to_register(self) -> bool:
         """Likewise as long as it has not shown by a registration that it knows that it is collected from again: the
         order may be lost, or followed by a registration from before it.
         """
-        return self.is_to_register or (self.row.collects and bool(self.row.recovered))
+        return self.is_to_register or self.is_to_hear
 
     def __repr__(self) -> str:
         return f"<Node {self.id} at {self.row.endpoint}, missed {self.missed}>"
@@ -139,6 +140,7 @@ class Nodes:
         if old is None and len(self._nodes) >= MAX_NODES:
             raise InvalidRequest(f"there are {MAX_NODES} nodes already; remove old ones first")
         node = Node(new.node, self._registered_row(old, new, sequence, is_mended=is_mended))
+        node.is_to_hear = node.row.collects and any(seen in node.row.recovered for seen in new.seen)
         node.states = {v.id: v for v in new.volumes}
         node.spoke = True
         self._nodes[new.node] = node
@@ -278,7 +280,7 @@ class Nodes:
                 self.put(change, node, msgspec.structs.replace(node.row, volumes=rest))
 
     def _registered_row(self, old: Node | None, new: Registration, sequence: int, *, is_mended: bool) -> NodeRow:
-        recovered = [seen for seen in old.row.recovered if seen in new.seen] if old else []
+        recovered = old.row.recovered if old else []  # for ever: its disks may tell of it again
         ahead = self._is_ahead(new, sequence, recovered)
         if ahead:
             _say_ahead(new, sequence, is_mended=is_mended)
@@ -293,7 +295,7 @@ class Nodes:
             volumes=[v.id for v in new.volumes],
             # A worker whose operator accepted the rollback comes with 0.
             collects=not ahead and (old is None or old.row.collects or new.sequence == 0),
-            recovered=recovered,
+            recovered=list(recovered),
             over=_over(old.row, merged) if old else [],
         )  # fmt: skip
 

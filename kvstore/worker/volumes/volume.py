@@ -109,9 +109,11 @@ class Volume:
         """Durable when it returns. Blocks; raises OSError."""
         with self._guard:
             self._check()  # never over the identity of another volume
-            self.disk.replace_durably(f"{self.path}/identity", identities.encode(identity))
-            before, self._identity_fd = self._identity_fd, self.disk.open_read(f"{self.path}/identity")
-            self.disk.close(before)
+            try:
+                self.disk.replace_durably(f"{self.path}/identity", identities.encode(identity))
+            finally:  # it may lie there already when what followed has failed
+                before, self._identity_fd = self._identity_fd, self.disk.open_read(f"{self.path}/identity")
+                self.disk.close(before)
             self.identity = identity
 
     def check(self) -> None:

@@ -97,9 +97,12 @@ async def test_workers_are_trusted_again_when_each_block_has_a_name() -> None:
         assert not (await w.beat(2)).register
         ids = Full(2, b"\0" * 16, b"\xff" * 16, [address(2, 14).block.pack()])
         assert (await w.report(2, full=ids, dead=[address(2, 14)])).full.verdicts == [Verdict.UNKNOWN]
-        later = await w.join(1, cluster=CLUSTER, sequence=6000, seen=[Seen(w.master.incarnations.current, 6000)])
-        assert later.row.recovered == [], "once it has seen this history, the other one is forgotten"
+        now = w.master.counters().sequence
+        later = await w.join(1, cluster=CLUSTER, sequence=now, seen=[Seen(w.master.incarnations.current, now)])
+        assert not later.is_to_hear
         assert not (await w.beat(1)).register
+        again = await w.join(1, **AHEAD)
+        assert (again.row.collects, again.is_to_hear) == (True, True), "it was killed before its disk had heard of it"
 
 
 @pytest.mark.allow_errors("rolled back")
