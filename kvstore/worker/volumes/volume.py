@@ -82,6 +82,7 @@ class Volume:
         self.failed = ""
         self._lock_fd = lock_fd
         self._identity_fd = disk.open_read(f"{path}/identity")
+        self._is_rewritten = False
         self._guard = threading.Lock()
 
     def __repr__(self) -> str:
@@ -109,11 +110,9 @@ class Volume:
         """Durable when it returns. Blocks; raises OSError."""
         with self._guard:
             self._check()  # never over the identity of another volume
-            try:
-                self.disk.replace_durably(f"{self.path}/identity", identities.encode(identity))
-            finally:  # it may lie there already when what followed has failed
-                before, self._identity_fd = self._identity_fd, self.disk.open_read(f"{self.path}/identity")
-                self.disk.close(before)
+            self._is_rewritten = True  # it may lie there already when what follows fails
+            self.disk.replace_durably(f"{self.path}/identity", identities.encode(identity))
+            self._hold_identity()
             self.identity = identity
 
     def check(self) -> None:
@@ -121,7 +120,14 @@ class Volume:
         with self._guard:
             self._check()
 
+    def _hold_identity(self) -> None:
+        before, self._identity_fd = self._identity_fd, self.disk.open_read(f"{self.path}/identity")
+        self.disk.close(before)
+        self._is_rewritten = False
+
     def _check(self) -> None:
+        if self._is_rewritten:
+            self._hold_identity()
         for name, fd in (("lock", self._lock_fd), ("identity", self._identity_fd)):
             path = f"{self.path}/{name}"
             try:
