@@ -15,34 +15,25 @@ from kvstore.client.messages import Node
 from kvstore.core.types import Address
 from kvstore.worker.reports.report import REPORT_INTERVAL_S
 from tests.support.cluster import Cluster, Worker, wait_until
+from tests.support.repeating import Repeating
 
 SAMPLE_S: Final = 0.1
 SETTLE_S: Final = 30.0
 
 
-class Caps:
+class Caps(Repeating):
     """Looks at the files of every volume again and again. `highest`: volume's directory → the most bytes seen."""
 
     def __init__(self, cluster: Cluster) -> None:
+        super().__init__(self._look, SAMPLE_S, "caps")
         self._volumes = [volume for worker in cluster.workers for volume in (worker.memory, worker.volume)]
         self.highest: dict[str, int] = dict.fromkeys(map(str, self._volumes), 0)
         self.looks = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Caps:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.wait(SAMPLE_S):
-            for volume in self._volumes:
-                self.highest[str(volume)] = max(self.highest[str(volume)], sum(files(volume).values()))
-            self.looks += 1
+    def _look(self) -> None:
+        for volume in self._volumes:
+            self.highest[str(volume)] = max(self.highest[str(volume)], sum(files(volume).values()))
+        self.looks += 1
 
 
 class Account(NamedTuple):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Final, NamedTuple, Self
+from typing import Final, NamedTuple
+
+from tests.support.repeating import Repeating
 
 EVERY_S: Final = 0.5
 _WARM_S: Final = 5.0
 """Of a process's life: growth counts from then on."""
-_JOIN_TIMEOUT_S: Final = 10.0
 
 
 class Size(NamedTuple):
@@ -33,27 +32,16 @@ class Life(NamedTuple):
     last: Size
 
 
-class Health:
+class Health(Repeating):
     """Looks at all processes all the time, in a thread. `find` gives name → pids (the first is the main one)."""
 
     def __init__(self, find: Callable[[], Mapping[str, list[int]]]) -> None:
+        super().__init__(lambda: self._look(time.monotonic()), EVERY_S, "chaos-health")
         self._find = find
         self._seen: dict[tuple[str, int], tuple[float, float, Size, Size]] = {}
         self._stuck_since: dict[str, float] = {}
         self.longest_stuck_s: dict[str, float] = {}
         """"name/thread" → longest time in D, of those that were there in two looks."""
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="chaos-health", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join(_JOIN_TIMEOUT_S)
 
     @property
     def lives(self) -> list[Life]:
@@ -61,10 +49,6 @@ class Health:
             Life(name, pid, last_s - first_s, warm, last)
             for (name, pid), (first_s, last_s, warm, last) in sorted(self._seen.items())
         ]
-
-    def _run(self) -> None:
-        while not self._stop.wait(EVERY_S):
-            self._look(time.monotonic())
 
     def _look(self, now_s: float) -> None:
         stuck = set()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
 from tests.chaos.judge import STEPS
 from tests.chaos.record import MISS, OK, Call
+from tests.support.repeating import Repeating
 
 EVERY_S: Final = 10.0
-_JOIN_TIMEOUT_S: Final = 10.0
 
 
 class Tally:
@@ -42,31 +40,19 @@ class Tally:
             self.calls[call.outcome if call.outcome in (OK, MISS) else "error"] += 1
 
 
-class Live:
+class Live(Repeating):
     """Says how it goes, in a thread, while it is entered. `broken`: what is broken now."""
 
     def __init__(
         self, tally: Tally, broken: Callable[[], Sequence[str]], say: Callable[[str], None], every_s: float = EVERY_S
     ) -> None:
-        self._tally, self._broken, self._say, self._every_s = tally, broken, say, every_s
+        super().__init__(self._tell, every_s, "chaos-live")
+        self._tally, self._broken, self._say = tally, broken, say
         self._start_s = time.monotonic()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="chaos-live", daemon=True)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join(_JOIN_TIMEOUT_S)
-
-    def _run(self) -> None:
-        while not self._stop.wait(self._every_s):
-            self._tally.update()
-            self._say(f"{time.monotonic() - self._start_s:7.1f} s  {self._line()}")
+    def _tell(self) -> None:
+        self._tally.update()
+        self._say(f"{time.monotonic() - self._start_s:7.1f} s  {self._line()}")
 
     def _line(self) -> str:
         calls, broken = self._tally.calls, ", ".join(self._broken()) or "nothing"

@@ -21,8 +21,7 @@ from kvstore.worker.blocks.counters import Counters, Reason
 from kvstore.worker.blocks.fences import Fences
 from kvstore.worker.blocks.heat import HeatMap
 from kvstore.worker.blocks.labels import Labels
-from kvstore.worker.volumes.disk import FATAL_ERRNOS, FULL_ERRNOS, Stamp, disk_error
-from kvstore.worker.volumes.held import SHORT_ERRNOS
+from kvstore.worker.volumes.disk import FATAL_ERRNOS, FULL_ERRNOS, SHORT_ERRNOS, Stamp, disk_error
 from kvstore.worker.volumes.volume import FoundBlock, Volume
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from kvstore.core.types import Seen
 from kvstore.runtime import Runtime
 from kvstore.worker.blocks.fences import Fences
 from kvstore.worker.blocks.store import Store
-from kvstore.worker.volumes.disk import FULL_ERRNOS
-from kvstore.worker.volumes.held import SHORT_ERRNOS
+from kvstore.worker.volumes.disk import FULL_ERRNOS, SHORT_ERRNOS
 from kvstore.worker.volumes.identity import MAX_BOOTS
 from kvstore.worker.volumes.volume import Volume
 
@@ -137,10 +136,7 @@ class Membership:
                 try:
                     await runtime.in_thread(volume.write_identity, wanted)
                 except OSError as error:
-                    if error.errno in (
-                        *FULL_ERRNOS,
-                        *SHORT_ERRNOS,
-                    ):  # the old one stands, and the next upkeep tries again
+                    if error.errno in (*FULL_ERRNOS, *SHORT_ERRNOS):  # the next upkeep tries again
                         log.warning("%s", store.explain(volume, error, "writing its identity"))
                     else:
                         store.fail(volume, f"writing its identity: {error.strerror}")

@@ -28,6 +28,8 @@ FATAL_ERRNOS = (errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.EUCLEAN
 """After one of these a drive is not trusted any more: its volume goes out of service."""
 FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 """The disk's other users have filled it: nothing is wrong with the drive."""
+SHORT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What lacks to this process, and says nothing of the drive."""
 
 
 class NotAFile(OSError):

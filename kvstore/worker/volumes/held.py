@@ -5,20 +5,17 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 from collections.abc import Callable
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from kvstore.runtime import Runtime
 from kvstore.worker.volumes import lease
 from kvstore.worker.volumes.books import Books
-from kvstore.worker.volumes.disk import Disk, NotAFile
+from kvstore.worker.volumes.disk import SHORT_ERRNOS, Disk, NotAFile
 from kvstore.worker.volumes.lease import Holders
 
 PROBE_INTERVAL_S = 0.25
 """A probe costs two system calls; a put that waits for room (5 s) sees many."""
-SHORT_ERRNOS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""The worker lacks something; nothing is wrong with the file."""
 
 
 class Holding(Protocol):

@@ -27,8 +27,7 @@ from kvstore.core.types import Address
 from kvstore.worker.settings import VolumeSettings, Watermarks
 from kvstore.worker.volumes import identity as identities
 from kvstore.worker.volumes.books import Books
-from kvstore.worker.volumes.disk import FATAL_ERRNOS, Disk, FileState, disk_bytes
-from kvstore.worker.volumes.held import SHORT_ERRNOS
+from kvstore.worker.volumes.disk import FATAL_ERRNOS, SHORT_ERRNOS, Disk, FileState, disk_bytes
 from kvstore.worker.volumes.identity import Identity
 
 log = logging.getLogger(__name__)
